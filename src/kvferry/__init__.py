@@ -1,0 +1,1 @@
+"""KVFerry: carries a request's cache from prefill to decode workers, and proves it."""

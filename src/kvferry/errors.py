@@ -1,0 +1,47 @@
+"""The errors KVFerry raises: one class per thing a reader can do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KVFerryError(Exception):
+    """Base of every error KVFerry raises on purpose."""
+
+
+class DecodeError(KVFerryError):
+    """Bytes from a peer or a file that are not a manifest or a plan we accept."""
+
+
+class ManifestError(KVFerryError):
+    """A manifest that contradicts itself: outside its regions, overlapping, not tiling."""
+
+
+class UnshardableError(KVFerryError):
+    """A tensor-parallel or pipeline-parallel size that no engine could run the model with."""
+
+
+class MismatchError(KVFerryError):
+    """Two sides whose manifests cannot be joined by a plan; carries every mismatch found."""
+
+    def __init__(self, mismatches: Sequence[object]) -> None:
+        self.mismatches = tuple(mismatches)
+        lines = [str(m) for m in self.mismatches]
+        head = "the two sides do not hold the same state"
+        super().__init__(f"{head} ({len(lines)} mismatches):\n  " + "\n  ".join(lines))
+
+
+class ProofError(KVFerryError):
+    """A plan whose copies and fills do not tile the destination, or that joins unequal meanings."""
+
+
+class BindError(KVFerryError):
+    """A request whose block tables or token range do not fit the plan."""
+
+
+class ModelError(KVFerryError):
+    """A model name or config.json from which no cache shapes can be derived."""
+
+
+class SideError(KVFerryError):
+    """A side description (``tp=2,pp=2,block=16``) that cannot be read."""

@@ -1,0 +1,146 @@
+"""Do two sides hold the same state? Every difference is returned, named by layer and part, in the words of an operator.
+
+"There" is the producer, "here" the consumer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.manifest.schema import Axis, Chunk, Element, Group, Layer, Manifest, Reach, Shape, TokenPaged, Window
+
+_PLURAL = {"head": "heads", "dim": "dims", "channel": "channels", "tap": "taps", "group": "groups", "state": "states"}
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One difference; `layer` and `part` are empty where it concerns the engines as a whole."""
+
+    what: str
+    layer: str = ""
+    part: str = ""
+
+    def __str__(self) -> str:
+        where = " ".join(w for w in (self.layer, self.part) if w)
+        return f"{where}: {self.what}" if where else self.what
+
+
+def compare(consumer: Manifest, producers: Sequence[Manifest]) -> tuple[Mismatch, ...]:
+    """All reasons why `consumer` cannot be loaded from `producers`, the ranks of one engine; empty if there is none."""
+    found = [*_identities(consumer, producers)]
+    holders: dict[str, list[tuple[Manifest, Layer]]] = defaultdict(list)
+    for producer in producers:
+        for layer in producer.layers:
+            holders[layer.name].append((producer, layer))
+    for manifest in (consumer, *producers):
+        found += _unsupported(manifest)
+    equal: set[tuple[int, ...]] = set()
+    groups = {id(m): {g.id: g for g in m.groups} for m in (consumer, *producers)}
+    for layer in consumer.layers:
+        held = holders.pop(layer.name, [])
+        if not held and layer.required:
+            found.append(
+                Mismatch("held by no producer rank; declare it not required if the producer never runs it", layer.name)
+            )
+        if len({other.group for _, other in held}) > 1:
+            found.append(Mismatch("the producer's ranks put it in different groups", layer.name))
+        for producer, other in held:
+            key = _pair_key(consumer, layer, producer, other)
+            if key not in equal:
+                before = len(found)
+                found += _layers(
+                    layer, consumer, groups[id(consumer)][layer.group], other, producer, groups[id(producer)][other.group]
+                )
+                if len(found) == before:
+                    equal.add(key)
+    return tuple(dict.fromkeys(found))
+
+
+def _pair_key(consumer: Manifest, layer: Layer, producer: Manifest, other: Layer) -> tuple[int, ...]:
+    """What the comparison of two layers depends on, by index; layers of one kind share it."""
+    here = (layer.group, *(p.shape for p in layer.parts), *(hash(p.name) for p in layer.parts), hash(layer.reach))
+    there = (other.group, *(p.shape for p in other.parts), *(hash(p.name) for p in other.parts), hash(other.reach))
+    return (id(consumer), *here, id(producer), *there)
+
+
+def _identities(consumer: Manifest, producers: Sequence[Manifest]) -> Iterator[Mismatch]:
+    for model in sorted({p.identity.model for p in producers} - {consumer.identity.model}):
+        yield Mismatch(f"model {model} there, {consumer.identity.model} here")
+    engines = {(p.identity.engine, p.identity.incarnation) for p in producers}
+    if len(engines) > 1:
+        names = ", ".join(f"{engine}@{incarnation}" for engine, incarnation in sorted(engines))
+        yield Mismatch(f"the producer's ranks are of different engines or incarnations: {names}")
+    ranks = [p.identity.rank for p in producers]
+    for rank in sorted({str(r) for r in ranks if ranks.count(r) > 1}):
+        yield Mismatch(f"producer rank {rank} appears twice")
+
+
+def _unsupported(manifest: Manifest) -> Iterator[Mismatch]:
+    for group in manifest.groups:
+        if isinstance(group.paging, TokenPaged):
+            if group.paging.cyclic is not None:
+                yield Mismatch(
+                    f"{manifest.identity}: group {group.id} deals its tokens to context-parallel ranks: not supported yet"
+                )
+            if group.paging.ring is not None:
+                yield Mismatch(f"{manifest.identity}: group {group.id} is a ring of tokens: not supported yet")
+
+
+def _layers(
+    layer: Layer, consumer: Manifest, group: Group, other: Layer, producer: Manifest, other_group: Group
+) -> Iterator[Mismatch]:
+    if (group.tokens == 0) != (other_group.tokens == 0):
+        kinds = ["state" if g.tokens == 0 else "token" for g in (other_group, group)]
+        yield Mismatch(f"paged by {kinds[0]} there, by {kinds[1]} here", layer.name)
+        return
+    if layer.reach != other.reach:
+        yield Mismatch(f"{_reach(other.reach)} there, {_reach(layer.reach)} here", layer.name)
+    there = {p.name: producer.shapes[p.shape] for p in other.parts}
+    here = {p.name: consumer.shapes[p.shape] for p in layer.parts}
+    for name in sorted(here.keys() ^ there.keys()):
+        side = "producer" if name in here else "consumer"
+        yield Mismatch(f"the {side} does not hold this part", layer.name, name)
+    for name in here.keys() & there.keys():
+        for what in _shapes(there[name], here[name]):
+            yield Mismatch(what, layer.name, name)
+
+
+def _reach(reach: Reach) -> str:
+    if isinstance(reach, Window):
+        return f"a window of {reach.tokens} tokens"
+    if isinstance(reach, Chunk):
+        return f"chunks of {reach.tokens} tokens"
+    return "full attention"
+
+
+def _shapes(there: Shape, here: Shape) -> Iterator[str]:
+    if there.element != here.element:
+        yield from _elements(there.element, here.element)
+    per_entry = tuple(s.token.per_entry if s.token else 0 for s in (there, here))
+    if per_entry[0] != per_entry[1]:
+        yield f"an entry stands for {per_entry[0]} tokens there, {per_entry[1]} here" + (
+            "; opaque cells cannot be cut: use the same kernel block size on both sides" if here.element.opaque else ""
+        )
+    axes = ({a.name: a for a in there.axes}, {a.name: a for a in here.axes})
+    if axes[0].keys() != axes[1].keys():
+        yield f"axes ({', '.join(axes[0])}) there, ({', '.join(axes[1])}) here"
+        return
+    for name, axis in axes[1].items():
+        yield from _axes(axes[0][name], axis)
+
+
+def _axes(there: Axis, here: Axis) -> Iterator[str]:
+    if there.live_size != here.live_size:
+        unit = _PLURAL.get(here.name, here.name)
+        yield f"{there.live_size} {unit} there, {here.live_size} here"
+
+
+def _elements(there: Element, here: Element) -> Iterator[str]:
+    if (there.dtype, there.bytes) != (here.dtype, here.bytes):
+        yield f"{there} there, {here} here; cache dtypes must be equal on both sides"
+    elif there.opaque != here.opaque:
+        yield f"private layout '{there.opaque}' there, '{here.opaque}' here; the same backend must run on both sides"
+    else:
+        yield f"scales {there.scales} there, {here.scales} here; the same bytes would mean different numbers"

@@ -1,0 +1,30 @@
+"""Which bytes go where, once per pair of peers and once per request: plan, proof, binding."""
+
+from kvferry.plan.bind import Binder, Binding, Copies, Fills, Request, Tiles, bind
+from kvferry.plan.choose import Fleet, Route, routes
+from kvferry.plan.make import make_plan, make_plans
+from kvferry.plan.prove import prove
+from kvferry.plan.schema import Edge, Fill, Grain, Lane, Need, Plan, Run
+
+__all__ = [
+    "Binder",
+    "Binding",
+    "Copies",
+    "Edge",
+    "Fill",
+    "Fills",
+    "Fleet",
+    "Grain",
+    "Lane",
+    "Need",
+    "Plan",
+    "Request",
+    "Route",
+    "Run",
+    "Tiles",
+    "bind",
+    "make_plan",
+    "make_plans",
+    "prove",
+    "routes",
+]

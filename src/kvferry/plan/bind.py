@@ -1,0 +1,400 @@
+"""From a plan and one request's block tables to copies and fills.
+
+Positions in tables are places in the sequence; HOLE marks a place without a block. Nothing here loops over blocks or
+tokens: ranges are cut into tiles at the plan's grains, tiles become columns, and columns are added to the runs' places.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import BindError
+from kvferry.manifest.schema import HOLE, Group
+from kvferry.plan.schema import Edge, Grain, Need, Plan, Run
+from kvferry.strided import Ints, merge, offsets, spread
+
+Table = Sequence[int] | npt.NDArray[np.integer] | int
+Intervals = tuple[Ints, Ints]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one request asks of a plan: the consumer will hold `tokens` tokens and holds the first `start` already.
+
+    Tables are keyed by group id: for tokens, block ids by place in the sequence; for state, the one block that holds the
+    state after `tokens` tokens.
+    """
+
+    tokens: int
+    src: Mapping[int, Table]
+    dst: Mapping[int, Table]
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Runs to copy from one source, as columns: regions by index, offsets in bytes."""
+
+    src_region: Ints
+    src_offset: Ints
+    dst_region: Ints
+    dst_offset: Ints
+    length: Ints
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def bytes(self) -> int:
+        return int(self.length.sum())
+
+
+@dataclass(frozen=True)
+class Fills:
+    """Destination runs to zero, as columns."""
+
+    region: Ints
+    offset: Ints
+    length: Ints
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def bytes(self) -> int:
+        return int(self.length.sum())
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of one edge at one grain: block id and place in the block, on either side."""
+
+    src_block: Ints
+    src_tile: Ints
+    dst_block: Ints
+    dst_tile: Ints
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One request's transfer: copies by source, fills, and per group the table positions of blocks that are right for
+    this request but not whole for every layer, so that they must not become findable by their hash."""
+
+    copies: tuple[Copies, ...]
+    fills: Fills
+    unhashable: Mapping[int, Ints]
+    useful_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(c.bytes for c in self.copies)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The runs of one grain, repeats expanded, as columns."""
+
+    src_region: Ints
+    src_offset: Ints
+    src_lane: Ints
+    dst_region: Ints
+    dst_offset: Ints
+    dst_lane: Ints
+    length: Ints
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Tokens of one need in one group: copied intervals, and the first token that its layers will really read."""
+
+    copied: Intervals
+    first: int
+
+
+@dataclass
+class _Ranges:
+    """What a request loads into each group of the consumer."""
+
+    needs: dict[tuple[int, int], _Range] = field(default_factory=dict)
+    loaded: dict[int, tuple[int, int]] = field(default_factory=dict)
+    holes: dict[int, Intervals] = field(default_factory=dict)
+    unhashable: dict[int, list[Ints]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Binder:
+    """A plan made ready for requests."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._edges = tuple(tuple(_columns(grain.runs) for grain in edge.grains) for edge in plan.edges)
+        self._fills = tuple(tuple(_columns(grain.runs) for grain in fill.grains) for fill in plan.fills)
+        self._src_groups: dict[int, Group] = {}
+        for edge in plan.edges:
+            self._src_groups.setdefault(edge.src_group, plan.sources[edge.source].group(edge.src_group))
+        self._dst_groups = {g.id: g for g in plan.consumer.groups}
+
+    def bind(self, request: Request) -> Binding:
+        """The copies and fills of one request; raises BindError where its tables do not fit the plan."""
+        if not 0 <= request.start <= request.tokens:
+            raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range")
+        tiles, ranges = self._tiles(request)
+        parts: list[list[tuple[Ints, ...]]] = [[] for _ in self.plan.sources]
+        for (i, level), placed in tiles.items():
+            parts[self.plan.edges[i].source].append(self._place(self._edges[i][level], placed))
+        copies = tuple(Copies(*_merged(columns)) for columns in parts)
+        return Binding(copies, self._fill(request, ranges), self._unhashable(ranges), self._useful(request, ranges))
+
+    def tiles(self, request: Request) -> dict[tuple[int, int], Tiles]:
+        """The tiles to copy, by (edge, level of its grains)."""
+        return self._tiles(request)[0]
+
+    def _tiles(self, request: Request) -> tuple[dict[tuple[int, int], Tiles], _Ranges]:
+        ranges = _Ranges()
+        if request.start == request.tokens:
+            return {}, ranges
+        src = {g: _table(request.src, group, "producer") for g, group in self._src_groups.items()}
+        read = {e.dst_group for e in self.plan.edges} | {f.group for f in self.plan.fills if f.group in request.dst}
+        dst = {g: _table(request.dst, self._dst_groups[g], "consumer") for g in sorted(read)}
+        out: dict[tuple[int, int], Tiles] = {}
+        for i, edge in enumerate(self.plan.edges):
+            there, here = src[edge.src_group], dst[edge.dst_group]
+            if edge.grains[0].tokens == 0:
+                zero = np.zeros(1, np.int64)
+                out[i, 0] = Tiles(there, zero, here, zero)
+                continue
+            found = self._range(request, edge, there, here, ranges)
+            src_tokens, dst_tokens = self._src_groups[edge.src_group].tokens, self._dst_groups[edge.dst_group].tokens
+            for level, (grain, at) in enumerate(zip(edge.grains, _cut(found.copied, edge.grains), strict=True)):
+                if len(at):
+                    out[i, level] = Tiles(
+                        there[at // src_tokens], at % src_tokens // grain.tokens,
+                        here[at // dst_tokens], at % dst_tokens // grain.tokens,
+                    )  # fmt: skip
+        for group in (self._dst_groups[g] for g in dst):
+            if group.tokens:
+                low = min(
+                    (r.copied[0][0] for (g, _), r in ranges.needs.items() if g == group.id and len(r.copied[0])), default=None
+                )
+                if low is None:
+                    low = max(request.start, group.keeps.first_needed(request.tokens))
+                stop = -(-request.tokens // group.tokens)
+                first = int(low) // group.tokens
+                _covers(dst[group.id], stop, group, "consumer")
+                ranges.loaded[group.id] = (first * group.tokens, stop * group.tokens)
+                ranges.holes[group.id] = _holes(dst[group.id], first, stop, group.tokens)
+            else:
+                ranges.loaded[group.id] = (0, 0)
+        return out, ranges
+
+    def _range(self, request: Request, edge: Edge, there: Ints, here: Ints, ranges: _Ranges) -> _Range:
+        """The tokens to copy for an edge's need; ranks of one producer agree on them, so they are found once."""
+        known = ranges.needs.get((edge.dst_group, edge.need))
+        if known is not None:
+            return known
+        need, group = self.plan.needs[edge.need], self._dst_groups[edge.dst_group]
+        source = self._src_groups[edge.src_group]
+        if request.start % group.tokens:
+            raise BindError(
+                f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
+            )
+        first, low, high = _wanted(need, group, request)
+        for table, side, name in ((there, source, "producer"), (here, group, "consumer")):
+            _covers(table, -(-high // side.tokens), side, name)
+            _no_holes(table, side, first, min(high, request.tokens), need, name)
+        bad = [_holes(t, low // g.tokens, -(-high // g.tokens), g.tokens) for t, g in ((there, source), (here, group))]
+        copied = _subtract(low, high, _union(*bad))
+        if group.hashed and len(bad[0][0]):
+            full = request.tokens // group.tokens
+            lost = _ranges_between(np.maximum(bad[0][0], low) // group.tokens, -(-bad[0][1] // group.tokens))
+            lost = np.unique(lost[lost < full])
+            ranges.unhashable[group.id].append(lost[here[lost] != HOLE])
+        found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, first)
+        return found
+
+    def _fill(self, request: Request, ranges: _Ranges) -> Fills:
+        parts: list[tuple[Ints, ...]] = []
+        for i, fill in enumerate(self.plan.fills):
+            if fill.group not in ranges.loaded:
+                continue
+            group = self._dst_groups[fill.group]
+            table = _table(request.dst, group, "consumer")
+            if not group.tokens:
+                zero = np.zeros(1, np.int64)
+                parts.append(self._place(self._fills[i][0], Tiles(table, zero, table, zero)))
+                continue
+            bad = ranges.holes[fill.group]
+            if fill.need is not None and (fill.group, fill.need) in ranges.needs:
+                bad = _union(bad, ranges.needs[fill.group, fill.need].copied)
+            for level, at in enumerate(_cut(_subtract(*ranges.loaded[fill.group], bad), fill.grains)):
+                if len(at):
+                    block, tile = table[at // group.tokens], at % group.tokens // fill.grains[level].tokens
+                    parts.append(self._place(self._fills[i][level], Tiles(block, tile, block, tile)))
+        _, _, region, offset, length = _merged(parts)
+        return Fills(region, offset, length)
+
+    def _place(self, columns: _Columns, tiles: Tiles) -> tuple[Ints, ...]:
+        """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged."""
+        src = self._moved(columns.src_lane, tiles.src_block, tiles.src_tile) + columns.src_offset[:, None]
+        dst = self._moved(columns.dst_lane, tiles.dst_block, tiles.dst_tile) + columns.dst_offset[:, None]
+        count = len(tiles.src_block)
+        return (
+            np.repeat(columns.src_region, count), src.reshape(-1),
+            np.repeat(columns.dst_region, count), dst.reshape(-1),
+            np.repeat(columns.length, count),
+        )  # fmt: skip
+
+    def _moved(self, lanes: Ints, block: Ints, tile: Ints) -> Ints:
+        used, which = np.unique(lanes, return_inverse=True)
+        rows = np.empty((len(used), len(block)), np.int64)
+        for row, index in enumerate(used.tolist()):
+            lane = self.plan.lanes[index]
+            rows[row] = block * lane.block_stride + offsets(lane.digits, tile)
+        return rows[which]
+
+    def _unhashable(self, ranges: _Ranges) -> dict[int, Ints]:
+        merged = {group: np.unique(np.concatenate(found)) for group, found in ranges.unhashable.items()}
+        return {group: lost for group, lost in merged.items() if len(lost)}
+
+    def _useful(self, request: Request, ranges: _Ranges) -> int:
+        """Bytes that the consumer's layers will read, of those that are copied."""
+        total = 0
+        for i, edge in enumerate(self.plan.edges):
+            entry = int(self._edges[i][-1].length.sum())
+            found = ranges.needs.get((edge.dst_group, edge.need))
+            if edge.grains[0].tokens == 0:
+                total += entry if request.start < request.tokens else 0
+            elif found is not None:
+                total += entry * (request.tokens - max(found.first, request.start)) // self.plan.needs[edge.need].per_entry
+        return total
+
+
+def bind(plan: Plan, request: Request) -> Binding:
+    """Bind one request; for many, keep a Binder."""
+    return Binder(plan).bind(request)
+
+
+def _columns(runs: Sequence[Run]) -> _Columns:
+    count = np.array([int(np.prod([c for c, _, _ in r.repeats])) for r in runs], np.int64)
+    src = [spread(r.src_offset, [(c, s) for c, s, _ in r.repeats]) for r in runs]
+    dst = [spread(r.dst_offset, [(c, d) for c, _, d in r.repeats]) for r in runs]
+
+    def column(values: Sequence[int]) -> Ints:
+        return np.repeat(np.array(values, np.int64), count)
+
+    return _Columns(
+        column([r.src_region for r in runs]),
+        np.concatenate(src) if src else np.empty(0, np.int64),
+        column([r.src_lane for r in runs]),
+        column([r.dst_region for r in runs]),
+        np.concatenate(dst) if dst else np.empty(0, np.int64),
+        column([r.dst_lane for r in runs]),
+        column([r.length for r in runs]),
+    )
+
+
+def _merged(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    if not parts:
+        empty = np.empty(0, np.int64)
+        return empty, empty, empty, empty, empty
+    src_region, src, dst_region, dst, length = (np.concatenate(c) for c in zip(*parts, strict=True))
+    src, dst, length, src_region, dst_region = merge(src, dst, length, src_region, dst_region)
+    return src_region, src, dst_region, dst, length
+
+
+def _table(tables: Mapping[int, Table], group: Group, name: str) -> Ints:
+    """A group's table, every block id checked against the group."""
+    if group.id not in tables:
+        raise BindError(f"the {name}'s block table of group {group.id} is missing")
+    try:
+        table = np.atleast_1d(np.asarray(tables[group.id], dtype=np.int64))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BindError(f"the {name}'s block table of group {group.id} is not a list of block ids: {error}") from None
+    if table.ndim != 1 or (len(table) and (table.min() < HOLE or table.max() >= group.blocks)):
+        raise BindError(f"the {name}'s block table of group {group.id} has ids outside [0, {group.blocks})")
+    if not group.tokens and (len(table) != 1 or table[0] == HOLE):
+        raise BindError(f"group {group.id} is paged by state: the {name} must name the one block that holds it")
+    return table
+
+
+def _wanted(need: Need, group: Group, request: Request) -> tuple[int, int, int]:
+    """The first token that the need's layers will read, and the interval to copy, in whole entries.
+
+    A block that will be found by its hash must be whole, however little of it this request reads.
+    """
+    first = need.reach.first_needed(request.tokens)
+    low = first
+    if group.hashed:
+        low = min(low, group.keeps.first_needed(request.tokens)) // group.tokens * group.tokens
+    per_entry = need.per_entry
+    high = -(-request.tokens // per_entry) if need.partial else request.tokens // per_entry
+    low = max(low, request.start) // per_entry * per_entry
+    return max(first, request.start), low, max(low, high * per_entry)
+
+
+def _covers(table: Ints, blocks: int, group: Group, name: str) -> None:
+    if len(table) < blocks:
+        raise BindError(f"the {name}'s block table of group {group.id} has {len(table)} places, {blocks} are needed")
+
+
+def _no_holes(table: Ints, group: Group, first: int, stop: int, need: Need, name: str) -> None:
+    if first >= stop:
+        return
+    low, high = first // group.tokens, -(-stop // group.tokens)
+    holes = np.flatnonzero(table[low:high] == HOLE)
+    if len(holes):
+        at = (low + int(holes[0])) * group.tokens
+        raise BindError(
+            f"{need.layers[0]}: the {name} has no block for tokens [{at}, {at + group.tokens}) in group {group.id}, "
+            f"but tokens [{first}, {stop}) are needed"
+        )
+
+
+def _holes(table: Ints, first: int, stop: int, tokens: int) -> Intervals:
+    at = first + np.flatnonzero(table[first:stop] == HOLE)
+    return at * tokens, (at + 1) * tokens
+
+
+def _union(*sets: Intervals) -> Intervals:
+    """Intervals of several sets, sorted; they may overlap."""
+    start, stop = (np.concatenate(c) for c in zip(*sets, strict=True))
+    order = np.argsort(start, kind="stable")
+    return start[order], stop[order]
+
+
+def _subtract(low: int, high: int, bad: Intervals) -> Intervals:
+    """[low, high) less the sorted intervals `bad`."""
+    reached = np.maximum.accumulate(np.concatenate([[low], np.minimum(bad[1], high)]))
+    until = np.concatenate([np.minimum(bad[0], high), [high]])
+    keep = reached < until
+    return reached[keep], until[keep]
+
+
+def _ranges_between(start: Ints, stop: Ints) -> Ints:
+    """All integers of the half-open ranges, one range after the other."""
+    count = np.maximum(stop - start, 0)
+    total = int(count.sum())
+    ahead: Ints = np.repeat(start - (np.cumsum(count) - count), count)
+    return ahead + np.arange(total, dtype=np.int64)
+
+
+def _cut(intervals: Intervals, grains: Sequence[Grain]) -> list[Ints]:
+    """First tokens of the tiles that make up the intervals, by grain, each as coarse as it can be."""
+    start, stop = intervals
+    out = []
+    for grain in grains:
+        low, high = -(-start // grain.tokens), stop // grain.tokens
+        some = low < high
+        out.append(_ranges_between(low[some], high[some]) * grain.tokens)
+        before = np.where(some, low * grain.tokens, stop)
+        start, stop = (
+            np.concatenate([start, high[some] * grain.tokens]),
+            np.concatenate([before, stop[some]]),
+        )
+        rest = start < stop
+        start, stop = start[rest], stop[rest]
+    return out

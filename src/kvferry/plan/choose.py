@@ -1,0 +1,183 @@
+"""Who reads what from whom: boxes of global index space cut at the producers' borders, and a choice among replicas.
+
+The choice depends on manifests alone, so every rank of both sides arrives at the same one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, product
+
+from kvferry.manifest.check import check_manifest
+from kvferry.manifest.compare import Mismatch
+from kvferry.manifest.schema import Layer, Manifest, Rank, Shape
+
+Interval = tuple[int, int]
+Box = tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """A producer rank with the consumer ranks that read it; where nobody does, one `teller` tells it of the end."""
+
+    producer: Rank
+    readers: tuple[Rank, ...]
+    teller: Rank | None
+
+
+class Fleet:
+    """A producer engine's ranks, checked and indexed by layer name. Layers of equal `alike` lie alike on all ranks."""
+
+    def __init__(self, manifests: Sequence[Manifest]) -> None:
+        self.manifests = tuple(sorted(manifests, key=lambda m: m.identity.rank.ordinal))
+        self.holders: dict[str, list[tuple[int, Layer]]] = defaultdict(list)
+        for index, manifest in enumerate(self.manifests):
+            check_manifest(manifest)
+            for layer in manifest.layers:
+                self.holders[layer.name].append((index, layer))
+        kinds: dict[tuple[object, ...], int] = {}
+        self.alike = {
+            name: kinds.setdefault(tuple((index, signature(layer)) for index, layer in held), len(kinds))
+            for name, held in self.holders.items()
+        }
+
+    def part_boxes(self, consumer: Manifest, layer: Layer, part: int) -> tuple[tuple[int, Box], ...]:
+        """The boxes of a consumer's part, each with the producer rank to read it from."""
+        mine = layer.parts[part]
+        held = []
+        for index, other in self.holders.get(layer.name, ()):
+            found = next((p for p in other.parts if p.name == mine.name), None)
+            if found is not None:
+                held.append((index, owned_box(consumer.shapes[mine.shape], self.manifests[index].shapes[found.shape])))
+        shape = consumer.shapes[mine.shape]
+        return _assign(live_box(shape), tuple(held), consumer.identity.rank.ordinal)
+
+
+def base(layer: Layer) -> tuple[int, int]:
+    """Region and offset of a layer's first part."""
+    return layer.parts[0].region, layer.parts[0].offset
+
+
+def signature(layer: Layer) -> tuple[object, ...]:
+    """What makes layers of one manifest equal but for the place of their first part."""
+    region, offset = base(layer)
+    parts = tuple((p.name, p.shape, p.region - region, p.offset - offset, p.block_stride) for p in layer.parts)
+    return (layer.group, layer.reach, parts)
+
+
+def representatives(consumer: Manifest, fleet: Fleet) -> list[Layer]:
+    """One layer of each class that lies alike on the consumer and on all ranks of the fleet."""
+    found: dict[tuple[object, ...], Layer] = {}
+    for layer in consumer.layers:
+        if layer.name in fleet.alike:
+            found.setdefault((signature(layer), fleet.alike[layer.name]), layer)
+    return list(found.values())
+
+
+def owned_box(order: Shape, shape: Shape) -> Box:
+    """What `shape` owns, its axes in the order of `order`'s."""
+    axes = {a.name: a for a in shape.axes}
+    return tuple((axes[a.name].start, min(axes[a.name].stop, axes[a.name].live_size)) for a in order.axes)
+
+
+def live_box(shape: Shape) -> Box:
+    return tuple((a.start, max(a.start, min(a.stop, a.live_size))) for a in shape.axes)
+
+
+def scratch_boxes(shape: Shape) -> tuple[Box, ...]:
+    """The owned box less the live one, in disjoint boxes."""
+    live, whole = live_box(shape), tuple((a.start, a.stop) for a in shape.axes)
+    boxes = []
+    for i, ((_, low), (_, high)) in enumerate(zip(live, whole, strict=True)):
+        if low < high:
+            boxes.append((*live[:i], (low, high), *whole[i + 1 :]))
+    return tuple(b for b in boxes if all(start < stop for start, stop in b))
+
+
+@lru_cache(maxsize=65536)
+def _assign(wanted: Box, held: tuple[tuple[int, Box], ...], ordinal: int) -> tuple[tuple[int, Box], ...]:
+    """Cut `wanted` at the holders' borders and give every cell to one holder; replicas take turns by `ordinal`."""
+    cuts = []
+    for axis, (start, stop) in enumerate(wanted):
+        points = {start, stop, *(p for _, box in held for p in box[axis] if start < p < stop)}
+        ordered = sorted(points)
+        cuts.append(list(pairwise(ordered)))
+    cells: list[tuple[int, Box]] = []
+    for cell in product(*cuts):
+        holders = [h for h, box in held if all(a <= c and d <= b for (a, b), (c, d) in zip(box, cell, strict=True))]
+        if holders:
+            cells.append((holders[ordinal % len(holders)], cell))
+    for axis in range(len(wanted)):
+        cells = _glue(cells, axis)
+    return tuple(cells)
+
+
+def _glue(cells: list[tuple[int, Box]], axis: int) -> list[tuple[int, Box]]:
+    """Join cells of one holder that touch along `axis`."""
+    out: dict[tuple[int, Box, int], tuple[int, Box]] = {}
+    for holder, box in sorted(cells, key=lambda c: (c[1][axis], c[0], c[1])):
+        rest = (*box[:axis], *box[axis + 1 :])
+        before = out.pop((holder, rest, box[axis][0]), None)
+        start = before[1][axis][0] if before else box[axis][0]
+        out[holder, rest, box[axis][1]] = (holder, (*box[:axis], (start, box[axis][1]), *box[axis + 1 :]))
+    return sorted(out.values(), key=lambda c: (c[1], c[0]))
+
+
+def volume(box: Box) -> int:
+    total = 1
+    for start, stop in box:
+        total *= stop - start
+    return total
+
+
+def missing(consumer: Manifest, fleet: Fleet) -> tuple[Mismatch, ...]:
+    """Required state that no producer rank holds, named by axis and interval."""
+    found = []
+    for layer in representatives(consumer, fleet):
+        for i, part in enumerate(layer.parts):
+            shape = consumer.shapes[part.shape]
+            live = live_box(shape)
+            got = [box for _, box in fleet.part_boxes(consumer, layer, i)]
+            if sum(map(volume, got)) < volume(live):
+                for n, axis in enumerate(shape.axes):
+                    for low, high in _gaps(live[n], (box[n] for box in got)):
+                        found.append(
+                            Mismatch(f"{axis.name} [{low}, {high}) is held by no producer rank", layer.name, part.name)
+                        )
+    return tuple(found)
+
+
+def _gaps(whole: Interval, covered: Iterable[Interval]) -> list[Interval]:
+    gaps, at = [], whole[0]
+    for start, stop in sorted(covered):
+        if start > at:
+            gaps.append((at, start))
+        at = max(at, stop)
+    if at < whole[1]:
+        gaps.append((at, whole[1]))
+    return gaps
+
+
+def sources_of(consumer: Manifest, fleet: Fleet) -> frozenset[int]:
+    """Indices of the producer ranks that `consumer` reads."""
+    read: set[int] = set()
+    for layer in representatives(consumer, fleet):
+        for i in range(len(layer.parts)):
+            read.update(source for source, _ in fleet.part_boxes(consumer, layer, i))
+    return frozenset(read)
+
+
+def routes(producers: Sequence[Manifest] | Fleet, consumers: Sequence[Manifest]) -> tuple[Route, ...]:
+    """For every producer rank, its readers; the ranks without any are dealt to the consumer's ranks in turn."""
+    fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
+    ordered = sorted(consumers, key=lambda m: m.identity.rank.ordinal)
+    read = [sources_of(c, fleet) for c in ordered]
+    out = []
+    for index, manifest in enumerate(fleet.manifests):
+        readers = tuple(c.identity.rank for c, sources in zip(ordered, read, strict=True) if index in sources)
+        teller = None if readers else ordered[index % len(ordered)].identity.rank
+        out.append(Route(manifest.identity.rank, readers, teller))
+    return tuple(out)
