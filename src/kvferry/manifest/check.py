@@ -5,39 +5,56 @@ Whatever passes here can be turned into addresses without further bounds checks 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import pairwise
+from math import isfinite, prod
 from typing import Final
 
 import numpy as np
 
 from kvferry.errors import ManifestError
-from kvferry.manifest.schema import DTYPE_BYTES, Axis, Group, Layer, Manifest, Part, Shape, TokenPaged
-from kvferry.strided import Digits, Ints, footprint, size, span, spread
+from kvferry.manifest.schema import DTYPE_BYTES, MAX_BYTES, Axis, Group, Layer, Manifest, Part, Shape, TokenPaged
+from kvferry.strided import Digits, Ints, canonical, footprint, size, span, spread
 
 MAX_PIECES: Final = 1 << 16
+MAX_TOKENS: Final = 1 << 18
+MAX_ADDRESS: Final = 1 << 63
+
+Footprint = tuple[int, Digits]
 
 
 def check_manifest(manifest: Manifest) -> None:
     """Raise ManifestError, naming layer and part, unless the manifest is well formed."""
+    _check_rank(manifest)
+    _check_regions(manifest)
     groups = _groups(manifest)
-    footprints = [_check_shape(i, shape) for i, shape in enumerate(manifest.shapes)]
-    seen: set[str] = set()
+    users = _users(manifest, groups)
+    footprints = [_check_shape(users.get(i, f"shape {i}"), shape) for i, shape in enumerate(manifest.shapes)]
     for layer in manifest.layers:
-        if layer.name in seen:
-            raise ManifestError(f"layer {layer.name} is declared twice")
-        seen.add(layer.name)
-        group = groups.get(layer.group)
-        if group is None:
-            raise ManifestError(f"{layer.name}: group {layer.group} is not declared")
         for part in layer.parts:
-            if part.shape >= len(manifest.shapes) or part.region >= len(manifest.regions):
-                raise ManifestError(f"{layer.name} {part.name}: shape {part.shape} or region {part.region} is not declared")
-            _check_part(manifest, layer, part, group, footprints[part.shape])
-        if len({p.name for p in layer.parts}) < len(layer.parts):
-            raise ManifestError(f"{layer.name}: a part is declared twice")
+            _check_part(manifest, layer, part, groups[layer.group], footprints[part.shape])
     _check_disjoint(manifest, groups, footprints)
+
+
+def _check_rank(manifest: Manifest) -> None:
+    rank = manifest.identity.rank
+    if rank.tp >= rank.tp_size or rank.pp >= rank.pp_size:
+        raise ManifestError(f"{manifest.identity}: a rank of {rank} does not exist")
+
+
+def _check_regions(manifest: Manifest) -> None:
+    """Regions whose address is given are apart; an address of 0 is not known yet."""
+    placed = sorted((r.memory, r.device, r.address, r.address + r.length, r.name) for r in manifest.regions if r.address)
+    for _, _, _, end, name in placed:
+        if end > MAX_ADDRESS:
+            raise ManifestError(f"region {name} ends at address {end:#x}, past any address")
+    for (*space, _, end, one), (*other_space, start, _, other) in pairwise(placed):
+        if space == other_space and start < end:
+            raise ManifestError(f"regions {one} and {other} share memory; declare one region and offsets in it")
 
 
 def _groups(manifest: Manifest) -> dict[int, Group]:
@@ -45,6 +62,8 @@ def _groups(manifest: Manifest) -> dict[int, Group]:
     if len(groups) < len(manifest.groups):
         raise ManifestError("two groups have the same id")
     for group in manifest.groups:
+        if group.tokens > MAX_TOKENS:
+            raise ManifestError(f"group {group.id}: a block of {group.tokens:,} tokens; at most {MAX_TOKENS:,} are accepted")
         if isinstance(group.paging, TokenPaged) and group.paging.tokens % group.paging.kernel_blocks:
             raise ManifestError(
                 f"group {group.id}: {group.paging.tokens} tokens cannot be cut into {group.paging.kernel_blocks} kernel blocks"
@@ -52,42 +71,69 @@ def _groups(manifest: Manifest) -> dict[int, Group]:
     return groups
 
 
-def _check_shape(index: int, shape: Shape) -> tuple[int, Digits]:
+def _users(manifest: Manifest, groups: dict[int, Group]) -> dict[int, str]:
+    """Check that names are unique and that indices refer to something; the first part of each shape, for errors."""
+    users: dict[int, str] = {}
+    seen: set[str] = set()
+    for layer in manifest.layers:
+        if layer.name in seen:
+            raise ManifestError(f"layer {layer.name} is declared twice")
+        seen.add(layer.name)
+        if layer.group not in groups:
+            raise ManifestError(f"{layer.name}: group {layer.group} is not declared")
+        names: set[str] = set()
+        for part in layer.parts:
+            where = f"{layer.name} {part.name}"
+            if part.name in names:
+                raise ManifestError(f"{where} is declared twice")
+            names.add(part.name)
+            if part.shape >= len(manifest.shapes):
+                raise ManifestError(f"{where}: shape {part.shape} is not declared")
+            if part.region >= len(manifest.regions):
+                raise ManifestError(f"{where}: region {part.region} is not declared")
+            users.setdefault(part.shape, where)
+    return users
+
+
+def _check_shape(where: str, shape: Shape) -> Footprint:
     """Check a shape and return the bytes it touches within one block, as a run length and repeats."""
     element = shape.element
     if not element.opaque and DTYPE_BYTES.get(element.dtype) != element.bytes:
         raise ManifestError(
-            f"shape {index}: dtype {element.dtype} of {element.bytes} bytes is unknown; known: {', '.join(DTYPE_BYTES)}"
+            f"{where}: dtype {element.dtype} of {element.bytes} bytes is unknown; known: {', '.join(DTYPE_BYTES)}"
         )
+    if not all(isfinite(s) for s in element.scales):
+        raise ManifestError(f"{where}: scales {element.scales} are not numbers")
     if len({a.name for a in shape.axes}) < len(shape.axes) or any(a.name == "token" for a in shape.axes):
-        raise ManifestError(f"shape {index}: an axis is named twice, or a plain axis is named 'token'")
+        raise ManifestError(f"{where}: an axis is named twice, or a plain axis is named 'token'")
     for axis in shape.axes:
-        _check_axis(index, axis)
+        _check_axis(where, axis)
+    if prod(a.size for a in shape.axes) * element.bytes > MAX_BYTES:
+        raise ManifestError(f"{where}: more than {MAX_BYTES:,} bytes over all ranks")
     digits = [d for axis in shape.axes for d in axis.digits]
     if shape.token:
         digits += shape.token.digits
     try:
-        length, repeats = footprint(digits, element.bytes)
+        return footprint(digits, element.bytes)
     except ValueError as error:
-        raise ManifestError(f"shape {index}: {error}") from None
-    if size(repeats) > MAX_PIECES:
-        raise ManifestError(f"shape {index}: more than {MAX_PIECES:,} separate pieces in one block")
-    return length, repeats
+        raise ManifestError(f"{where}: {error}") from None
 
 
-def _check_axis(index: int, axis: Axis) -> None:
+def _check_axis(where: str, axis: Axis) -> None:
     if not 0 <= axis.start < axis.stop <= axis.size:
-        raise ManifestError(f"shape {index}, axis {axis.name}: [{axis.start}, {axis.stop}) is not inside [0, {axis.size})")
+        raise ManifestError(f"{where}: axis {axis.name}: [{axis.start}, {axis.stop}) is not inside [0, {axis.size})")
     if size(axis.digits) != axis.stop - axis.start:
         raise ManifestError(
-            f"shape {index}, axis {axis.name}: digits hold {size(axis.digits)} indices, [{axis.start}, {axis.stop}) has "
+            f"{where}: axis {axis.name}: digits hold {size(axis.digits)} indices, [{axis.start}, {axis.stop}) has "
             f"{axis.stop - axis.start}"
         )
+    if axis.stop - axis.start > MAX_PIECES and len(canonical(axis.digits)) > 1:
+        raise ManifestError(f"{where}: axis {axis.name}: more than {MAX_PIECES:,} indices in several digits")
     if axis.live is not None and axis.live > axis.size:
-        raise ManifestError(f"shape {index}, axis {axis.name}: {axis.live} live indices of {axis.size}")
+        raise ManifestError(f"{where}: axis {axis.name}: {axis.live} live indices of {axis.size}")
 
 
-def _check_part(manifest: Manifest, layer: Layer, part: Part, group: Group, footprint_: tuple[int, Digits]) -> None:
+def _check_part(manifest: Manifest, layer: Layer, part: Part, group: Group, touched: Footprint) -> None:
     where = f"{layer.name} {part.name}"
     token = manifest.shapes[part.shape].token
     if (token is None) != (group.tokens == 0):
@@ -96,100 +142,138 @@ def _check_part(manifest: Manifest, layer: Layer, part: Part, group: Group, foot
         raise ManifestError(
             f"{where}: {token.entries} entries of {token.per_entry} tokens do not make the group's {group.tokens} tokens"
         )
-    length, repeats = footprint_
+    length, repeats = touched
     end = part.offset + (group.blocks - 1) * part.block_stride + span(repeats) + length
     region = manifest.regions[part.region]
     if end > region.length:
         raise ManifestError(f"{where}: reaches byte {end:,} of region {region.name}, which has {region.length:,}")
 
 
-def _check_disjoint(manifest: Manifest, groups: dict[int, Group], footprints: list[tuple[int, Digits]]) -> None:
+@dataclass
+class _Panel:
+    """Parts of one group that lie behind each other and repeat alike, as one footprint."""
+
+    group: Group
+    offset: int
+    length: int
+    repeats: Digits
+    parts: list[str]
+
+    def extended(self, other: _Panel, limit: int) -> bool:
+        """Take in `other` if it continues this panel and no run of both is longer than `limit`."""
+        if other.repeats != self.repeats or other.group.id != self.group.id or other.offset != self.offset + self.length:
+            return False
+        try:
+            length, repeats = footprint(self.repeats, self.length + other.length)
+        except ValueError:
+            return False
+        if length > limit:
+            return False
+        self.length, self.repeats = length, repeats
+        self.parts += other.parts
+        return True
+
+
+def _check_disjoint(manifest: Manifest, groups: dict[int, Group], footprints: Sequence[Footprint]) -> None:
     """No byte belongs to two blocks, or twice to one block of one group; groups may overlay each other block by block."""
-    by_region: dict[int, list[tuple[Layer, Part]]] = defaultdict(list)
+    placed: dict[int, dict[int, list[_Panel]]] = defaultdict(lambda: defaultdict(list))
     for layer in manifest.layers:
         for part in layer.parts:
-            by_region[part.region].append((layer, part))
-    for region, placed in by_region.items():
-        by_stride: dict[int, list[tuple[Layer, Part]]] = defaultdict(list)
-        for layer, part in placed:
-            by_stride[part.block_stride].append((layer, part))
-        ranges = sorted(_check_same_stride(region, stride, same, groups, footprints) for stride, same in by_stride.items())
-        for (_, end, one), (start, _, other) in pairwise(ranges):
+            panel = _Panel(groups[layer.group], part.offset, *footprints[part.shape], [f"{layer.name} {part.name}"])
+            placed[part.region][part.block_stride].append(panel)
+    left = MAX_PIECES
+    for region, by_stride in placed.items():
+        name = manifest.regions[region].name
+        ranges = []
+        for stride, parts in by_stride.items():
+            start = min(p.offset for p in parts)
+            end = max(p.offset + span(p.repeats) + p.length + (p.group.blocks - 1) * stride for p in parts)
+            ranges.append((start, end, parts[0].parts[0]))
+            repeat = end if all(p.group.blocks == 1 for p in parts) else stride
+            panels = _joined(parts, repeat)
+            left -= _pieces(panels)
+            if left < 0:
+                raise ManifestError(f"{panels[0].parts[0]}: more than {MAX_PIECES:,} separate pieces in one block")
+            _check_same_stride(name, repeat, parts, panels)
+        for (_, end, one), (start, _, other) in pairwise(sorted(ranges)):
             if start < end:
-                raise ManifestError(f"region {region}: {one} and {other} overlap with different block strides")
+                raise ManifestError(f"region {name}: {one} and {other} overlap with different block strides")
 
 
-def _check_same_stride(
-    region: int,
-    stride: int,
-    placed: list[tuple[Layer, Part]],
-    groups: dict[int, Group],
-    footprints: list[tuple[int, Digits]],
-) -> tuple[int, int, str]:
-    """Pieces that repeat every `stride` bytes meet where their residues overlap and so do their ranges of blocks."""
-    pieces = list(_pieces(placed, footprints))
-    start = np.concatenate(pieces)
-    owner = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
-    length = np.array([footprints[part.shape][0] for _, part in placed], np.int64)[owner]
-    blocks = np.array([groups[layer.group].blocks for layer, _ in placed], np.int64)[owner]
-    end = int((start + length + (blocks - 1) * stride).max())
-    if (blocks == 1).all():
-        stride = end
-    if (length > stride).any():
-        layer, part = placed[int(owner[np.argmax(length)])]
-        raise ManifestError(f"region {region}: {layer.name} {part.name} is longer than its block stride of {stride} bytes")
-    turn, low = np.divmod(start, stride)
-    wraps = low + length > stride
-    piece = np.concatenate([np.arange(len(start)), np.flatnonzero(wraps)])
-    turn = np.concatenate([turn, turn[wraps] + 1])
-    low = np.concatenate([low, np.zeros(int(wraps.sum()), np.int64)])
-    high = np.concatenate(
-        [np.minimum(low[: len(start)] + length, stride), (start + length - turn[: len(start)] * stride - stride)[wraps]]
-    )
-    group = np.array([layer.group for layer, _ in placed], np.int64)[owner][piece]
-    order = np.lexsort((low, turn, group))
-    columns = tuple(c[order] for c in (low, high, turn, group, blocks[piece], owner[piece]))
-    clash = _clash_inside_groups(*columns[:4]) or _clash_between(*_joined(*columns))
+def _pieces(panels: Iterable[_Panel]) -> int:
+    return sum(size(p.repeats) for p in panels)
+
+
+def _joined(parts: Iterable[_Panel], limit: int) -> list[_Panel]:
+    """The same bytes in fewer panels: a packed page becomes one, and so do pages behind each other."""
+    out: list[_Panel] = []
+    for part in sorted(parts, key=lambda p: (p.group.id, p.offset)):
+        out.append(_Panel(part.group, part.offset, part.length, part.repeats, list(part.parts)))
+        while len(out) > 1 and out[-2].extended(out[-1], limit):
+            out.pop()
+    return out
+
+
+def _check_same_stride(region: str, stride: int, parts: Sequence[_Panel], panels: Sequence[_Panel]) -> None:
+    """Check panels, and the parts they are made of, that repeat every `stride` bytes."""
+    for part in parts:
+        if part.length > stride:
+            raise ManifestError(f"region {region}: {part.parts[0]} is longer than its block stride of {stride} bytes")
+    clash = _clash(panels, stride)
     if clash:
-        names = [f"{layer.name} {part.name}" for layer, part in (placed[i] for i in (columns[5][c] for c in clash))]
-        raise ManifestError(f"region {region}: {names[0]} and {names[1]} share bytes of a block, or of different blocks")
-    return int(start.min()), end, f"{placed[0][0].name} {placed[0][1].name}"
+        suspects = [p for p in parts if any(p.parts[0] in panel.parts for panel in clash)]
+        one, other = (_clash(suspects, stride) if _pieces(suspects) <= MAX_PIECES else None) or clash
+        raise ManifestError(
+            f"region {region}: {one.parts[0]} and {other.parts[0]} share bytes of a block, or of different blocks"
+        )
 
 
-def _pieces(placed: list[tuple[Layer, Part]], footprints: list[tuple[int, Digits]]) -> Iterator[Ints]:
-    total = 0
-    for layer, part in placed:
-        repeats = footprints[part.shape][1]
-        total += size(repeats)
-        if total > MAX_PIECES:
-            raise ManifestError(f"{layer.name} {part.name}: more than {MAX_PIECES:,} separate pieces in one block")
-        yield spread(part.offset, repeats)
+def _clash(panels: Sequence[_Panel], stride: int) -> tuple[_Panel, _Panel] | None:
+    """Two panels that share a byte, unless they are the same block seen by two groups.
 
-
-def _clash_inside_groups(low: Ints, high: Ints, turn: Ints, group: Ints) -> tuple[int, int] | None:
-    """Two pieces of one block and one group that share a byte."""
-    bad = np.flatnonzero((low[1:] < high[:-1]) & (turn[1:] == turn[:-1]) & (group[1:] == group[:-1]))
-    return (int(bad[0]), int(bad[0]) + 1) if len(bad) else None
-
-
-def _joined(low: Ints, high: Ints, turn: Ints, group: Ints, blocks: Ints, owner: Ints) -> tuple[Ints, ...]:
-    """Neighbouring pieces of one block and one group as one; the last column is the first piece's index."""
-    apart = (low[1:] != high[:-1]) | (turn[1:] != turn[:-1]) | (group[1:] != group[:-1])
-    first = np.flatnonzero(np.concatenate([[True], apart]))
-    last = np.concatenate([first[1:] - 1, [len(low) - 1]])
-    return low[first], high[last], turn[first], group[first], np.maximum.reduceat(blocks, first), first
-
-
-def _clash_between(low: Ints, high: Ints, turn: Ints, group: Ints, blocks: Ints, first: Ints) -> tuple[int, int] | None:
-    """Two pieces that share a byte, unless they are the same block seen by two groups."""
-    order = np.argsort(low, kind="stable").tolist()
-    open_: list[int] = []
-    for i in order:
-        open_ = [j for j in open_ if high[j] > low[i]]
-        for j in open_:
-            near, far = (i, j) if turn[i] <= turn[j] else (j, i)
-            distance = turn[far] - turn[near]
-            if distance < blocks[near] and (distance > 0 or group[i] == group[j]):
-                return int(first[j]), int(first[i])
-        open_.append(i)
+    A piece is a rectangle: bytes [low, high) of every block's stride, in strides [turn, turn + blocks). Pieces that meet
+    in both hold different blocks if their turns differ, and the same block if not.
+    """
+    owner, low, high, turn = _rectangles(panels, stride)
+    opened: dict[int, dict[int, int]] = defaultdict(dict)
+    turns: list[int] = []
+    closing: list[tuple[int, int, int]] = []
+    for i in np.lexsort((high, low)).tolist():
+        at, here, panel = int(low[i]), int(turn[i]), int(owner[i])
+        while closing and closing[0][0] <= at:
+            _, old, group = heappop(closing)
+            del opened[old][group]
+            if not opened[old]:
+                del opened[old]
+                turns.pop(bisect_left(turns, old))
+        group = panels[panel].group.id
+        place = bisect_left(turns, here)
+        if place and turns[place - 1] + max(panels[p].group.blocks for p in opened[turns[place - 1]].values()) > here:
+            return panels[next(iter(opened[turns[place - 1]].values()))], panels[panel]
+        if group in opened[here]:
+            return panels[opened[here][group]], panels[panel]
+        after = place + 1 if place < len(turns) and turns[place] == here else place
+        if after < len(turns) and here + panels[panel].group.blocks > turns[after]:
+            return panels[next(iter(opened[turns[after]].values()))], panels[panel]
+        if not opened[here]:
+            insort(turns, here)
+        opened[here][group] = panel
+        heappush(closing, (int(high[i]), here, group))
     return None
+
+
+def _rectangles(panels: Sequence[_Panel], stride: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Every piece of the panels as (panel, low, high, turn); one that crosses a multiple of the stride becomes two."""
+    pieces = [spread(p.offset, p.repeats) for p in panels]
+    start = np.concatenate(pieces)
+    owner = np.repeat(np.arange(len(panels)), [len(p) for p in pieces])
+    length = np.array([p.length for p in panels], np.int64)[owner]
+    turn, low = np.divmod(start, stride)
+    high = low + length
+    over = high > stride
+    return (
+        np.concatenate([owner, owner[over]]),
+        np.concatenate([low, np.zeros(int(over.sum()), np.int64)]),
+        np.concatenate([np.minimum(high, stride), high[over] - stride]),
+        np.concatenate([turn, turn[over] + 1]),
+    )

@@ -75,6 +75,10 @@ def _identities(consumer: Manifest, producers: Sequence[Manifest]) -> Iterator[M
     ranks = [p.identity.rank for p in producers]
     for rank in sorted({str(r) for r in ranks if ranks.count(r) > 1}):
         yield Mismatch(f"producer rank {rank} appears twice")
+    for group_id in sorted({g.id for p in producers for g in p.groups}):
+        same = {(g.paging, g.blocks) for p in producers for g in p.groups if g.id == group_id}
+        if len(same) > 1:
+            yield Mismatch(f"the producer's ranks disagree on group {group_id}: one block table cannot serve them all")
 
 
 def _unsupported(manifest: Manifest) -> Iterator[Mismatch]:

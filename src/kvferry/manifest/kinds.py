@@ -50,6 +50,8 @@ class LayerKind(Protocol):
 
     def streams(self, shard: Shard, layout: Layout) -> tuple[Stream, ...]: ...
 
+    def __hash__(self) -> int: ...
+
 
 def element(dtype: str, scales: tuple[float, ...] = ()) -> Element:
     return Element(dtype, DTYPE_BYTES[dtype], scales)
@@ -129,18 +131,39 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Entries:
-    """A declared cache of entries that each stand for several tokens (compressed attention); whole on every rank."""
+    """A declared cache of entries that each stand for several tokens (compressed attention); whole on every rank.
+
+    `planes` are further parts of an entry: a kernel block holds the first part of all its entries, then the next of all.
+    `block` is the tokens of a block where the engine fixes them for this cache, and 0 where the side chooses; a page is
+    padded up to a multiple of `page_align` bytes.
+    """
 
     part: str
     width: int
     tokens_per_entry: int = 1
     dtype: str = "uint8"
     reach: Reach = FULL
+    planes: tuple[tuple[str, int], ...] = ()
+    block: int = 0
+    page_align: int = 1
     paging: ClassVar[Paging] = "token"
 
     def streams(self, shard: Shard, layout: Layout) -> tuple[Stream, ...]:
-        part = PartSpec(self.part, element(self.dtype), (whole("dim", self.width),), per_entry=self.tokens_per_entry)
-        return ((Panel(((part, ("token", "dim")),)),),)
+        parts = (
+            PartSpec(name, element(self.dtype), (whole("dim", width),), per_entry=self.tokens_per_entry)
+            for name, width in ((self.part, self.width), *self.planes)
+        )
+        return ((Panel(tuple((part, ("token", "dim")) for part in parts)),),)
+
+
+def fixed_block(kind: LayerKind) -> int:
+    """Tokens of a block where the engine fixes them for this kind; 0 where the side chooses."""
+    return kind.block if isinstance(kind, Entries) else 0
+
+
+def page_align(kind: LayerKind) -> int:
+    """Bytes that the engine pads a page of this kind to a multiple of, whatever the side's layout."""
+    return kind.page_align if isinstance(kind, Entries) else 1
 
 
 def _taps(kernel: int, layout: Layout) -> Extent:

@@ -7,10 +7,13 @@ each other. Overlaid (HMA): the i-th layers of all groups share slot i, since a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from math import lcm
 
 from kvferry.errors import ManifestError
-from kvferry.manifest.kinds import LayerKind, Layout, Shard
+from kvferry.manifest.kinds import LayerKind, Layout, Shard, fixed_block, page_align
 from kvferry.manifest.page import Page, lay_out
 from kvferry.manifest.schema import FULL, Group, Identity, Layer, Manifest, Part, Reach, Region, Shape, StatePaged, TokenPaged
 
@@ -26,13 +29,15 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Layers that share a block table; `tokens` per block, 0 for state. A stage may hold none of a group's layers."""
+    """Layers that share a block table; `tokens` per block, 0 for state, cut into kernel blocks of `kernel` tokens, 0 for
+    the layout's. A stage may hold none of a group's layers."""
 
     id: int
     layers: tuple[LayerSpec, ...]
     tokens: int = 0
     keeps: Reach = FULL
     hashed: bool = True
+    kernel: int = 0
 
 
 def build_manifest(
@@ -47,8 +52,7 @@ def build_manifest(
         for i, layer in enumerate(group.layers):
             slot = slots[layer.name] = i if layout.overlay else len(slots)
             for stream, length in enumerate(pages[group.id, layer.kind].stream_bytes):
-                aligned = -(-length // layout.page_align) * layout.page_align
-                sizes[slot, stream] = max(sizes.get((slot, stream), 0), aligned)
+                sizes[slot, stream] = max(sizes.get((slot, stream), 0), _padded(length, layer.kind, layout))
     order = sorted(sizes)
     if layout.pool == "layer":
         regions = tuple(f"slot{slot}.{stream}" for slot, stream in order)
@@ -62,16 +66,17 @@ def build_manifest(
             at += sizes[key]
         regions, lengths = ("pool",), (total * blocks,)
     shapes: dict[Shape, int] = {}
+    shape_of = {key: tuple(shapes.setdefault(part.shape, len(shapes)) for part in page.parts) for key, page in pages.items()}
     layers = []
     for group in groups:
         for layer in group.layers:
+            page = (group.id, layer.kind)
             parts = []
-            for part in pages[group.id, layer.kind].parts:
+            for part, shape in zip(pages[page].parts, shape_of[page], strict=True):
                 region, offset, stride = place[slots[layer.name], part.stream]
-                shape = shapes.setdefault(part.shape, len(shapes))
                 parts.append(Part(part.name, shape, region, offset + part.offset, stride))
             layers.append(Layer(layer.name, group.id, tuple(parts), layer.kind.reach, layer.required))
-    addresses = [base_address + sum(lengths[:i]) for i in range(len(lengths))]
+    addresses = accumulate(lengths[:-1], initial=base_address) if lengths else ()
     return Manifest(
         identity,
         tuple(Region(n, length, address) for n, length, address in zip(regions, lengths, addresses, strict=True)),
@@ -90,9 +95,20 @@ def _pages(groups: Sequence[GroupSpec], layout: Layout, shard: Shard) -> dict[tu
                     f"{layer.name}: paged by {layer.kind.paging}, but group {group.id} has {group.tokens} tokens a block"
                 )
             if (group.id, layer.kind) not in pages:
-                kernel_blocks = kernel_blocks_of(group.tokens, layout.block)
-                pages[group.id, layer.kind] = lay_out(layer.kind.streams(shard, layout), group.tokens, kernel_blocks)
+                kernel = replace(layout, block=group.kernel) if group.kernel else layout
+                pages[group.id, layer.kind] = _page(layer.kind, shard, kernel, group.tokens)
     return pages
+
+
+@lru_cache(maxsize=4096)
+def _page(kind: LayerKind, shard: Shard, layout: Layout, tokens: int) -> Page:
+    """A page depends on nothing else, so ranks and layers share it, and with it its shapes."""
+    return lay_out(kind.streams(shard, layout), tokens, kernel_blocks_of(tokens, layout.block))
+
+
+def _padded(length: int, kind: LayerKind, layout: Layout) -> int:
+    multiple = lcm(layout.page_align, page_align(kind))
+    return -(-length // multiple) * multiple
 
 
 def kernel_blocks_of(tokens: int, block: int) -> int:
@@ -102,10 +118,13 @@ def kernel_blocks_of(tokens: int, block: int) -> int:
 
 
 def _group(group: GroupSpec, layout: Layout, blocks: int) -> Group:
-    paging = TokenPaged(group.tokens, kernel_blocks_of(group.tokens, layout.block)) if group.tokens else StatePaged()
+    kernel_blocks = kernel_blocks_of(group.tokens, group.kernel or layout.block)
+    paging = TokenPaged(group.tokens, kernel_blocks) if group.tokens else StatePaged()
     return Group(group.id, paging, blocks, group.keeps, group.hashed)
 
 
 def page_bytes(kind: LayerKind, shard: Shard, layout: Layout) -> int:
-    """Bytes of a state, or of one kernel block of tokens."""
-    return sum(lay_out(kind.streams(shard, layout), layout.block if kind.paging == "token" else 0).stream_bytes)
+    """Bytes of a state, or of one kernel block of tokens, with the padding that the kind itself asks for."""
+    block = fixed_block(kind) or layout.block
+    page = _page(kind, shard, replace(layout, block=block), block if kind.paging == "token" else 0)
+    return sum(_padded(length, kind, replace(layout, page_align=1)) for length in page.stream_bytes)

@@ -110,9 +110,10 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Range:
-    """Tokens of one need in one group: copied intervals, and the first token that its layers will really read."""
+    """Tokens of one need in one group: copied intervals, the first one wanted, the first that its layers really read."""
 
     copied: Intervals
+    low: int
     first: int
 
 
@@ -135,7 +136,10 @@ class Binder:
         self._fills = tuple(tuple(_columns(grain.runs) for grain in fill.grains) for fill in plan.fills)
         self._src_groups: dict[int, Group] = {}
         for edge in plan.edges:
-            self._src_groups.setdefault(edge.src_group, plan.sources[edge.source].group(edge.src_group))
+            group = plan.sources[edge.source].group(edge.src_group)
+            known = self._src_groups.setdefault(edge.src_group, group)
+            if group.blocks < known.blocks:
+                self._src_groups[edge.src_group] = group
         self._dst_groups = {g.id: g for g in plan.consumer.groups}
 
     def bind(self, request: Request) -> Binding:
@@ -160,6 +164,11 @@ class Binder:
         src = {g: _table(request.src, group, "producer") for g, group in self._src_groups.items()}
         read = {e.dst_group for e in self.plan.edges} | {f.group for f in self.plan.fills if f.group in request.dst}
         dst = {g: _table(request.dst, self._dst_groups[g], "consumer") for g in sorted(read)}
+        for group in (self._dst_groups[g] for g in dst):
+            if group.tokens and request.start % group.tokens:
+                raise BindError(
+                    f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
+                )
         out: dict[tuple[int, int], Tiles] = {}
         for i, edge in enumerate(self.plan.edges):
             there, here = src[edge.src_group], dst[edge.dst_group]
@@ -177,13 +186,10 @@ class Binder:
                     )  # fmt: skip
         for group in (self._dst_groups[g] for g in dst):
             if group.tokens:
-                low = min(
-                    (r.copied[0][0] for (g, _), r in ranges.needs.items() if g == group.id and len(r.copied[0])), default=None
-                )
-                if low is None:
-                    low = max(request.start, group.keeps.first_needed(request.tokens))
+                wanted = [r.low for (g, _), r in ranges.needs.items() if g == group.id]
+                low = min(wanted, default=max(request.start, group.keeps.first_needed(request.tokens)))
                 stop = -(-request.tokens // group.tokens)
-                first = int(low) // group.tokens
+                first = low // group.tokens
                 _covers(dst[group.id], stop, group, "consumer")
                 ranges.loaded[group.id] = (first * group.tokens, stop * group.tokens)
                 ranges.holes[group.id] = _holes(dst[group.id], first, stop, group.tokens)
@@ -198,10 +204,6 @@ class Binder:
             return known
         need, group = self.plan.needs[edge.need], self._dst_groups[edge.dst_group]
         source = self._src_groups[edge.src_group]
-        if request.start % group.tokens:
-            raise BindError(
-                f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
-            )
         first, low, high = _wanted(need, group, request)
         for table, side, name in ((there, source, "producer"), (here, group, "consumer")):
             _covers(table, -(-high // side.tokens), side, name)
@@ -213,7 +215,7 @@ class Binder:
             lost = _ranges_between(np.maximum(bad[0][0], low) // group.tokens, -(-bad[0][1] // group.tokens))
             lost = np.unique(lost[lost < full])
             ranges.unhashable[group.id].append(lost[here[lost] != HOLE])
-        found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, first)
+        found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, low, first)
         return found
 
     def _fill(self, request: Request, ranges: _Ranges) -> Fills:

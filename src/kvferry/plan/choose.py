@@ -6,13 +6,15 @@ The choice depends on manifests alone, so every rank of both sides arrives at th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
+from math import prod
 
+from kvferry.errors import MismatchError
 from kvferry.manifest.check import check_manifest
-from kvferry.manifest.compare import Mismatch
+from kvferry.manifest.compare import Mismatch, compare
 from kvferry.manifest.schema import Layer, Manifest, Rank, Shape
 
 Interval = tuple[int, int]
@@ -53,7 +55,7 @@ class Fleet:
             if found is not None:
                 held.append((index, owned_box(consumer.shapes[mine.shape], self.manifests[index].shapes[found.shape])))
         shape = consumer.shapes[mine.shape]
-        return _assign(live_box(shape), tuple(held), consumer.identity.rank.ordinal)
+        return _assign(live_box(shape), tuple(held), turn(shape, consumer.identity.rank))
 
 
 def base(layer: Layer) -> tuple[int, int]:
@@ -97,9 +99,18 @@ def scratch_boxes(shape: Shape) -> tuple[Box, ...]:
     return tuple(b for b in boxes if all(start < stop for start, stop in b))
 
 
+def turn(shape: Shape, rank: Rank) -> int:
+    """A rank's place among the ranks of its engine that read the same box, those of earlier stages first."""
+    shards = prod(
+        -(-axis.live_size // max(1, stop - start)) for axis, (start, stop) in zip(shape.axes, live_box(shape), strict=True)
+    )
+    readers = max(1, rank.tp_size // shards)
+    return rank.pp * readers + rank.tp % readers
+
+
 @lru_cache(maxsize=65536)
-def _assign(wanted: Box, held: tuple[tuple[int, Box], ...], ordinal: int) -> tuple[tuple[int, Box], ...]:
-    """Cut `wanted` at the holders' borders and give every cell to one holder; replicas take turns by `ordinal`."""
+def _assign(wanted: Box, held: tuple[tuple[int, Box], ...], place: int) -> tuple[tuple[int, Box], ...]:
+    """Cut `wanted` at the holders' borders and give every cell to one holder; readers of a cell go to replicas in turn."""
     cuts = []
     for axis, (start, stop) in enumerate(wanted):
         points = {start, stop, *(p for _, box in held for p in box[axis] if start < p < stop)}
@@ -109,7 +120,7 @@ def _assign(wanted: Box, held: tuple[tuple[int, Box], ...], ordinal: int) -> tup
     for cell in product(*cuts):
         holders = [h for h, box in held if all(a <= c and d <= b for (a, b), (c, d) in zip(box, cell, strict=True))]
         if holders:
-            cells.append((holders[ordinal % len(holders)], cell))
+            cells.append((holders[place % len(holders)], cell))
     for axis in range(len(wanted)):
         cells = _glue(cells, axis)
     return tuple(cells)
@@ -127,10 +138,7 @@ def _glue(cells: list[tuple[int, Box]], axis: int) -> list[tuple[int, Box]]:
 
 
 def volume(box: Box) -> int:
-    total = 1
-    for start, stop in box:
-        total *= stop - start
-    return total
+    return prod(stop - start for start, stop in box)
 
 
 def missing(consumer: Manifest, fleet: Fleet) -> tuple[Mismatch, ...]:
@@ -173,11 +181,24 @@ def sources_of(consumer: Manifest, fleet: Fleet) -> frozenset[int]:
 def routes(producers: Sequence[Manifest] | Fleet, consumers: Sequence[Manifest]) -> tuple[Route, ...]:
     """For every producer rank, its readers; the ranks without any are dealt to the consumer's ranks in turn."""
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
-    ordered = sorted(consumers, key=lambda m: m.identity.rank.ordinal)
-    read = [sources_of(c, fleet) for c in ordered]
+    for consumer in consumers:
+        refuse_mismatches(consumer, fleet)
+    return dealt(fleet, {c.identity.rank: sources_of(c, fleet) for c in consumers})
+
+
+def dealt(fleet: Fleet, read: Mapping[Rank, Set[int]]) -> tuple[Route, ...]:
+    """The routes, given which producer ranks (by index) each consumer rank reads."""
+    ranks = sorted(read, key=lambda rank: rank.ordinal)
     out = []
     for index, manifest in enumerate(fleet.manifests):
-        readers = tuple(c.identity.rank for c, sources in zip(ordered, read, strict=True) if index in sources)
-        teller = None if readers else ordered[index % len(ordered)].identity.rank
-        out.append(Route(manifest.identity.rank, readers, teller))
+        readers = tuple(rank for rank in ranks if index in read[rank])
+        out.append(Route(manifest.identity.rank, readers, None if readers else ranks[index % len(ranks)]))
     return tuple(out)
+
+
+def refuse_mismatches(consumer: Manifest, fleet: Fleet) -> None:
+    """Raise MismatchError with all reasons why `consumer` cannot be loaded from the fleet."""
+    check_manifest(consumer)
+    mismatches = compare(consumer, fleet.manifests) or missing(consumer, fleet)
+    if mismatches:
+        raise MismatchError(mismatches)

@@ -11,18 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvferry.errors import MismatchError
-from kvferry.manifest.check import check_manifest
-from kvferry.manifest.compare import compare
+from kvferry.errors import ProofError
 from kvferry.manifest.schema import Layer, Manifest, Part, Reach, Shape
-from kvferry.plan.choose import Box, Fleet, base, live_box, missing, routes, scratch_boxes, signature
+from kvferry.plan.choose import Box, Fleet, base, dealt, live_box, refuse_mismatches, routes, scratch_boxes, signature
 from kvferry.plan.prove import prove
-from kvferry.plan.schema import Edge, Fill, Grain, Lane, Need, Plan, Run, Side
+from kvferry.plan.schema import MAX_ITEMS, Edge, Fill, Grain, Lane, Need, Plan, Run, Side
 from kvferry.strided import Digits, JointDigits, borders, canonical, cut, fitting_grain, fold, gather, joint
 
 LONGEST_STEP = 32
@@ -30,7 +28,7 @@ LONGEST_STEP = 32
 
 Base = tuple[int, int]
 LaneKey = tuple[int, Digits]
-NeedKey = tuple[Reach, int, bool]
+NeedKey = tuple[Reach, int, bool, int]
 
 
 @dataclass(frozen=True)
@@ -99,18 +97,17 @@ def make_plan(
 def make_plans(consumers: Sequence[Manifest], producers: Sequence[Manifest] | Fleet, *, proof: bool = True) -> tuple[Plan, ...]:
     """The plans of all ranks of a consumer, as `make_plan` gives them one by one."""
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
-    told = {r.producer: r.teller for r in routes(fleet, consumers)}
+    plans = [_plan(c, fleet, proof) for c in consumers]
+    index = {m.identity: i for i, m in enumerate(fleet.manifests)}
+    read = {p.consumer.identity.rank: {index[s.identity] for s in p.sources} for p in plans}
+    told = {r.producer: r.teller for r in dealt(fleet, read)}
     return tuple(
-        replace(_plan(c, fleet, proof), tells=tuple(p for p, teller in told.items() if teller == c.identity.rank))
-        for c in consumers
+        replace(plan, tells=tuple(p for p, teller in told.items() if teller == plan.consumer.identity.rank)) for plan in plans
     )
 
 
 def _plan(consumer: Manifest, fleet: Fleet, proof: bool) -> Plan:
-    check_manifest(consumer)
-    mismatches = compare(consumer, fleet.manifests) or missing(consumer, fleet)
-    if mismatches:
-        raise MismatchError(mismatches)
+    refuse_mismatches(consumer, fleet)
     plan = _assemble(consumer, fleet, _classify(consumer, fleet))
     if proof:
         prove(plan, consumer, fleet.manifests)
@@ -130,10 +127,10 @@ def _classify(consumer: Manifest, fleet: Fleet) -> list[_Class]:
     return list(classes.values())
 
 
-def _need(layer: Layer, shape: Shape) -> NeedKey:
+def _need(layer: Layer, shape: Shape, src_group: int) -> NeedKey:
     if shape.token is None:
-        return (layer.reach, 0, False)
-    return (layer.reach, shape.token.per_entry, bool(shape.element.opaque))
+        return (layer.reach, 0, False, src_group)
+    return (layer.reach, shape.token.per_entry, bool(shape.element.opaque), src_group)
 
 
 def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet) -> dict[_Flow, Leveled]:
@@ -142,9 +139,9 @@ def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet) -> dict[_Flow, Level
     holders = dict(fleet.holders.get(layer.name, []))
     for i, part in enumerate(layer.parts):
         shape = consumer.shapes[part.shape]
-        need = _need(layer, shape)
         for source, box in fleet.part_boxes(consumer, layer, i):
             other = holders[source]
+            need = _need(layer, shape, other.group)
             twin = next(p for p in other.parts if p.name == part.name)
             twin_shape = fleet.manifests[source].shapes[twin.shape]
             flows[_Flow(source, other.group, layer.group, need)].append(_Member(other, twin, twin_shape, part, shape, box))
@@ -154,6 +151,7 @@ def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet) -> dict[_Flow, Level
         if not holders:
             flows[always].append(here)
         elif shape.token is not None:
+            need = _need(layer, shape, next(iter(holders.values())).group)
             flows[_Flow(_DESTINATION, layer.group, layer.group, need)].append(here)
     return {
         flow: tuple(
@@ -229,6 +227,8 @@ def _box_runs(
         src_upper, src_inner = cut(canonical(src.token.digits), entries)
         dst_upper, dst_inner = cut(canonical(dst.token.digits), entries)
         factors.append(joint(src_inner, 0, dst_inner, 0, entries))
+    if prod(len(f) for f in factors) > MAX_ITEMS:
+        raise ProofError(f"a part falls into more than {MAX_ITEMS:,} strided runs: its digits and the other side's do not fit")
     runs = []
     for pieces in product(*factors):
         length, repeats = fold(dst.element.bytes, [d for _, _, digits in pieces for d in digits])
@@ -279,6 +279,16 @@ def _lay(found: _Class, flow: _Flow, pieces: Iterable[_Piece]) -> list[_Piece]:
     return out
 
 
+def _worthwhile(levels: Sequence[tuple[int, tuple[_Piece, ...]]]) -> list[tuple[int, tuple[_Piece, ...]]]:
+    """The finest grain, and of the coarser ones those that join runs of finer tiles, unless they still have very many."""
+    kept = [levels[-1]]
+    for tokens, pieces in reversed(levels[:-1]):
+        runs, finer = (sum(prod(c for c, _, _ in p.repeats) for p in found) for found in (pieces, kept[0][1]))
+        if runs < tokens // kept[0][0] * finer and runs <= MAX_ITEMS:
+            kept.insert(0, (tokens, pieces))
+    return kept
+
+
 def _assemble(consumer: Manifest, fleet: Fleet, classes: Sequence[_Class]) -> Plan:
     flows: dict[tuple[_Flow, tuple[int, ...]], list[tuple[_Class, Leveled]]] = defaultdict(list)
     layers: dict[NeedKey, list[str]] = defaultdict(list)
@@ -292,16 +302,11 @@ def _assemble(consumer: Manifest, fleet: Fleet, classes: Sequence[_Class]) -> Pl
     lanes: dict[LaneKey, int] = {}
     edges, fills = [], []
     for (flow, grains), members in sorted(flows.items(), key=lambda item: (item[0][0].source, item[0][0].dst_group)):
-        tiles = tuple(
-            Grain(
-                tokens,
-                tuple(
-                    _run(piece, lanes)
-                    for piece in _merge(p for found, pieces in members for p in _lay(found, flow, pieces[level][1]))
-                ),
-            )
+        levels = [
+            (tokens, _merge(p for found, pieces in members for p in _lay(found, flow, pieces[level][1])))
             for level, tokens in enumerate(grains)
-        )
+        ]
+        tiles = tuple(Grain(tokens, tuple(_run(piece, lanes) for piece in pieces)) for tokens, pieces in _worthwhile(levels))
         need_index = None if flow.need is None else needs[flow.need]
         if flow.source == _DESTINATION:
             fills.append(Fill(flow.dst_group, need_index, tiles))
@@ -311,9 +316,7 @@ def _assemble(consumer: Manifest, fleet: Fleet, classes: Sequence[_Class]) -> Pl
         side_of(consumer),
         tuple(side_of(fleet.manifests[index]) for index in read),
         tuple(Lane(stride, digits) for stride, digits in lanes),
-        tuple(
-            Need(reach, per_entry, partial, tuple(layers[reach, per_entry, partial])) for reach, per_entry, partial in layers
-        ),
+        tuple(Need(*need, tuple(names)) for need, names in layers.items()),
         tuple(edges),
         tuple(fills),
     )

@@ -12,19 +12,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import Final
 
 import numpy as np
 
 from kvferry.errors import ProofError
-from kvferry.manifest.schema import Axis, Layer, Manifest, Part, Reach, Shape
+from kvferry.manifest.schema import Axis, Group, Layer, Manifest, Part, Reach, Region, Shape, TokenPaged
 from kvferry.plan.schema import Edge, Fill, Grain, Plan, Run
-from kvferry.strided import Digits, Ints, canonical, merge, offsets, size, spread
+from kvferry.strided import Digits, Ints, canonical, cut, merge, offsets, size, span, spread
 
 MAX_RUNS: Final = 1 << 21
+MAX_PIECES: Final = 1 << 18
 
 LaneKey = tuple[int, Digits]
-NeedKey = tuple[Reach, int, bool]
+NeedKey = tuple[Reach, int, bool, int]
 Tag = tuple[int, int, int, NeedKey, LaneKey, LaneKey]
 Triple = tuple[Ints, Ints, Ints]
 
@@ -48,24 +50,91 @@ class _Prover:
         self.dst_base = _bases(consumer)
         self.src_base = [_bases(s) for s in self.sources]
         self.groups = {g.id: g for g in consumer.groups}
+        self.block_bytes = _block_bytes(consumer)
+        self._slots_of: dict[int, dict[LaneKey, Triple]] = {}
+        self._check_sides(producers)
+        self._check_needs()
+
+    def _check_sides(self, producers: Sequence[Manifest]) -> None:
+        """The sources are ranks of one engine that one set of block tables serves, and all of them are read."""
+        plan = self.plan
+        engines = {(s.identity.engine, s.identity.incarnation) for s in plan.sources}
+        models = {self.consumer.identity.model, *(s.identity.model for s in plan.sources)}
+        if len(engines) > 1 or len(models) > 1:
+            raise ProofError("the plan joins ranks of different engines, incarnations or models")
+        ranks = {s.identity.rank for s in plan.sources}
+        if len(ranks) < len(plan.sources) or {e.source for e in plan.edges} != set(range(len(plan.sources))):
+            raise ProofError("a source is in the plan twice, or nothing is read from it")
+        if len(set(plan.tells)) < len(plan.tells) or not set(plan.tells) <= {p.identity.rank for p in producers} - ranks:
+            raise ProofError("the plan tells a rank twice, or one that it reads or that the producer does not have")
+        groups: dict[int, Group] = {}
+        for side in plan.sources:
+            for group in side.groups:
+                known = groups.setdefault(group.id, group)
+                if (known.paging, known.blocks) != (group.paging, group.blocks):
+                    raise ProofError(f"group {group.id}: the producer's ranks have other blocks there, or another number")
+        for group in (*groups.values(), *plan.consumer.groups):
+            if isinstance(group.paging, TokenPaged) and (group.paging.cyclic or group.paging.ring):
+                raise ProofError(f"group {group.id}: tokens dealt to ranks or kept in a ring cannot be proved yet")
+
+    def _check_needs(self) -> None:
+        """Every need is that of the layers it names, of all of them, and no other need is the same."""
+        layers: dict[NeedKey, dict[str, None]] = defaultdict(dict)
+        for _, layer, part, other, _ in self._twins():
+            layers[_need_of(layer, self.consumer.shapes[part.shape], other.group)][layer.name] = None
+        claimed = [self._need(i) for i in range(len(self.plan.needs))]
+        if len(set(claimed)) < len(claimed):
+            raise ProofError("the plan has two needs that are the same")
+        for key, need in zip(claimed, self.plan.needs, strict=True):
+            names = layers.get(key, {})
+            if not need.layers or len(need.layers) != len(names) or names.keys() != set(need.layers):
+                wrong = sorted(names.keys() ^ set(need.layers)) or [*need.layers[:1], "no layer"]
+                raise ProofError(f"{wrong[0]}: is not one of the layers whose need the plan says it is, or is left out")
+
+    def _twins(self) -> Iterable[tuple[int, Layer, Part, Layer, Part]]:
+        """Parts of the consumer with those of the same name of the sources: source, layer, part, its layer, its part."""
+        for index, source in enumerate(self.sources):
+            held = {layer.name: layer for layer in source.layers}
+            for layer in self.consumer.layers:
+                other = held.get(layer.name)
+                there = {p.name: p for p in other.parts} if other else {}
+                for part in layer.parts:
+                    if other and part.name in there:
+                        yield index, layer, part, other, there[part.name]
 
     def check_claims(self) -> None:
-        """Every index refers to something, and expanding the runs stays within bounds."""
+        """Every index refers to something, every run stays in its regions, and expanding them stays within bounds."""
         plan = self.plan
         total = 0
         for flow in plan.flows:
             self._check_flow(flow)
+            sides = (self.sources[flow.source] if isinstance(flow, Edge) else self.consumer, self.consumer)
+            group = self.groups[flow.dst_group if isinstance(flow, Edge) else flow.group]
             for grain in flow.grains:
+                moved = 0
                 for run in grain.runs:
-                    total += size((c, 0) for c, _, _ in run.repeats)
+                    count = size((c, 0) for c, _, _ in run.repeats)
+                    total += count
+                    moved += count * run.length
                     if total > MAX_RUNS:
                         raise ProofError(f"the plan has more than {MAX_RUNS:,} runs a tile")
                     if max(run.src_lane, run.dst_lane) >= len(plan.lanes):
                         raise ProofError("a run refers to a lane that the plan does not have")
-                    bases = self.src_base[flow.source] if isinstance(flow, Edge) else self.dst_base
-                    if run.src_region >= len(bases) or run.dst_region >= len(self.dst_base):
+                    if run.src_region >= len(sides[0].regions) or run.dst_region >= len(self.dst_base):
                         raise ProofError("a run refers to a region that its rank does not have")
                     self._check_tiles(flow, grain, run)
+                    self._check_reach(group, run, sides[0].regions[run.src_region])
+                if moved * max(group.tokens, 1) > self.block_bytes[group.id] * max(grain.tokens, 1):
+                    where = self._whereabouts(group.id, self.dst_base[run.dst_region] + run.dst_offset)
+                    raise ProofError(f"{where}: a tile of {grain.tokens} tokens would get {moved:,} bytes, more than it has")
+
+    def _check_reach(self, group: Group, run: Run, src: Region) -> None:
+        dst = self.consumer.regions[run.dst_region]
+        for region, offset, side in ((src, run.src_offset, 1), (dst, run.dst_offset, 2)):
+            end = offset + span((r[0], r[side]) for r in run.repeats) + run.length
+            if end > region.length:
+                where = self._whereabouts(group.id, self.dst_base[run.dst_region] + run.dst_offset)
+                raise ProofError(f"{where}: a run reaches byte {end:,} of region {region.name}, which has {region.length:,}")
 
     def _check_flow(self, flow: Edge | Fill) -> None:
         plan = self.plan
@@ -77,11 +146,19 @@ class _Prover:
             known = {g.id for g in self.sources[flow.source].groups}
             if flow.src_group not in known or flow.dst_group not in self.groups:
                 raise ProofError(f"group {flow.src_group} there or {flow.dst_group} here is not declared")
+            blocks = (self.sources[flow.source].group(flow.src_group).tokens, self.groups[flow.dst_group].tokens)
         elif flow.group not in self.groups:
             raise ProofError(f"group {flow.group} is not declared")
+        else:
+            blocks = (self.groups[flow.group].tokens, self.groups[flow.group].tokens)
         tokens = [g.tokens for g in flow.grains]
-        if any(fine == 0 or coarse % fine for coarse, fine in pairwise(tokens)):
-            raise ProofError(f"grains of {tokens} tokens do not divide each other")
+        if not _grains_fit(tokens, blocks):
+            raise ProofError(f"grains of {tokens} tokens do not divide each other and blocks of {blocks} tokens")
+        if flow.need is not None and tokens[-1] != plan.needs[flow.need].per_entry:
+            per_entry = plan.needs[flow.need].per_entry
+            raise ProofError(f"the finest grain has {tokens[-1]} tokens, an entry stands for {per_entry}")
+        if not all(g.runs for g in flow.grains):
+            raise ProofError(f"a grain of {tokens} tokens has no runs")
 
     def _check_tiles(self, flow: Edge | Fill, grain: Grain, run: Run) -> None:
         dst = self.groups[flow.dst_group if isinstance(flow, Edge) else flow.group]
@@ -94,12 +171,13 @@ class _Prover:
     def _expand(self, flow: Edge | Fill, grain: Grain) -> dict[tuple[LaneKey, LaneKey], Triple]:
         """All runs of a tile by their lanes, as (source, destination, length) on the ranks' lines of addresses."""
         src_base = self.src_base[flow.source] if isinstance(flow, Edge) else self.dst_base
-        out: dict[tuple[int, int], list[Triple]] = defaultdict(list)
+        out: dict[tuple[LaneKey, LaneKey], list[Triple]] = defaultdict(list)
         for run in grain.runs:
             src = spread(src_base[run.src_region] + run.src_offset, [(c, s) for c, s, _ in run.repeats])
             dst = spread(self.dst_base[run.dst_region] + run.dst_offset, [(c, d) for c, _, d in run.repeats])
-            out[run.src_lane, run.dst_lane].append((src, dst, np.full(len(src), run.length, np.int64)))
-        return {(self._lane(s), self._lane(d)): _concatenate(triples) for (s, d), triples in out.items()}
+            lanes = self._lane(run.src_lane), self._lane(run.dst_lane)
+            out[lanes].append((src, dst, np.full(len(src), run.length, np.int64)))
+        return {lanes: _concatenate(triples) for lanes, triples in out.items()}
 
     def _lane(self, index: int) -> LaneKey:
         lane = self.plan.lanes[index]
@@ -107,15 +185,13 @@ class _Prover:
 
     def _need(self, index: int) -> NeedKey:
         need = self.plan.needs[index]
-        return need.reach, need.per_entry, need.partial
+        return need.reach, need.per_entry, need.partial, need.src_group
 
     def check_meanings(self) -> None:
         """Every run of the finest grain copies bytes that mean the same on both sides."""
         right = self._right_copies()
         for edge in self.plan.edges:
             need = self._need(edge.need)
-            if edge.grains[-1].tokens != need[1]:
-                raise ProofError(f"the finest grain has {edge.grains[-1].tokens} tokens, an entry stands for {need[1]}")
             for (src_lane, dst_lane), (src, dst, length) in self._expand(edge, edge.grains[-1]).items():
                 tag = (edge.source, edge.src_group, edge.dst_group, need, src_lane, dst_lane)
                 if tag not in right:
@@ -135,30 +211,22 @@ class _Prover:
     def _right_copies(self) -> dict[Tag, Triple]:
         """All copies of one entry, in block 0, that join equal meanings; merged, by destination."""
         parts: dict[Tag, list[Triple]] = defaultdict(list)
-        holders = [{layer.name: layer for layer in s.layers} for s in self.sources]
-        for layer in self.consumer.layers:
-            for index, held in enumerate(holders):
-                other = held.get(layer.name)
-                if other is None:
-                    continue
-                there = {p.name: p for p in other.parts}
-                for part in layer.parts:
-                    twin = there.get(part.name)
-                    if twin is None:
-                        continue
-                    src_shape, shape = self.sources[index].shapes[twin.shape], self.consumer.shapes[part.shape]
-                    tag = (
-                        index,
-                        other.group,
-                        layer.group,
-                        _need_of(layer, shape),
-                        _lane_of(twin, src_shape),
-                        _lane_of(part, shape),
-                    )
-                    src, dst, length = _overlay(src_shape, shape)
-                    src_at = self.src_base[index][twin.region] + twin.offset
-                    dst_at = self.dst_base[part.region] + part.offset
-                    parts[tag].append((src + src_at, dst + dst_at, length))
+        total = 0
+        for index, layer, part, other, twin in self._twins():
+            src_shape, shape = self.sources[index].shapes[twin.shape], self.consumer.shapes[part.shape]
+            if layer.reach != other.reach or not _same_meaning(src_shape, shape):
+                identity = self.sources[index].identity
+                raise ProofError(f"{layer.name} {part.name}: {identity} holds something else under this name")
+            src, dst, length = _overlay(src_shape, shape)
+            total += len(length)
+            if total > MAX_RUNS:
+                raise ProofError(f"{layer.name} {part.name}: more than {MAX_RUNS:,} runs would be right in one tile")
+            if len(length):
+                need = _need_of(layer, shape, other.group)
+                tag = (index, other.group, layer.group, need, _lane_of(twin, src_shape), _lane_of(part, shape))
+                src_at = self.src_base[index][twin.region] + twin.offset
+                dst_at = self.dst_base[part.region] + part.offset
+                parts[tag].append((src + src_at, dst + dst_at, length))
         return {tag: _sorted_and_merged(_concatenate(triples)) for tag, triples in parts.items()}
 
     def check_tiling(self) -> None:
@@ -183,9 +251,10 @@ class _Prover:
                 continue
             wanted, got = _sorted_and_merged(_concatenate(triples)), _sorted_and_merged(_concatenate(filled.pop(key, [])))
             if not _same(wanted, got):
-                raise ProofError(f"group {key[0]}: what is not copied would not be filled, or more than that")
-        if any(filled.values()):
-            raise ProofError("the plan fills for tokens that it never copies")
+                where = self._whereabouts(key[0], _first_difference(wanted, got))
+                raise ProofError(f"{where}: what is not copied would not be filled, or more than that")
+        for (group, _), triples in filled.items():
+            raise ProofError(f"{self._whereabouts(group, int(triples[0][1][0]))}: filled for tokens that are never copied")
 
     def _fill_lanes(self, fill: Fill) -> list[Triple]:
         """The destination bytes of a fill's finest grain; its lanes must be those of the parts it covers."""
@@ -202,6 +271,8 @@ class _Prover:
         return out
 
     def _slots_by_lane(self, group: int) -> dict[LaneKey, Triple]:
+        if group in self._slots_of:
+            return self._slots_of[group]
         slots: dict[LaneKey, list[Triple]] = defaultdict(list)
         for layer in self.consumer.layers:
             if layer.group == group:
@@ -210,7 +281,9 @@ class _Prover:
                     at, n = _slots(shape)
                     at = at + (self.dst_base[part.region] + part.offset)
                     slots[_lane_of(part, shape)].append((at, at, n))
-        return {lane: _sorted_and_merged(_concatenate(triples)) for lane, triples in slots.items()}
+        found = {lane: _sorted_and_merged(_concatenate(triples)) for lane, triples in slots.items()}
+        self._slots_of[group] = found
+        return found
 
     def _tiles(self, group: int, triples: list[Triple]) -> None:
         _, dst, length = _concatenate(triples)
@@ -220,7 +293,7 @@ class _Prover:
         if len(twice):
             raise ProofError(f"{self._whereabouts(group, int(dst[twice[0] + 1]))}: would be written twice")
         wanted = _sorted_and_merged(_concatenate(list(self._slots_by_lane(group).values())))
-        got = merge(dst, dst, length)
+        got = _sorted_and_merged((dst, dst, length))
         if not _same(wanted, got):
             bad = _first_difference(wanted, got)
             raise ProofError(f"{self._whereabouts(group, bad)}: neither copied nor filled, or no slot of this group")
@@ -281,18 +354,49 @@ def _same(one: Iterable[Ints], other: Iterable[Ints]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _first_difference(wanted: Iterable[Ints], got: Iterable[Ints]) -> int:
-    """The lowest address at which two merged lists of intervals differ."""
-    marks: list[set[int]] = []
-    for _, start, length in (tuple(wanted), tuple(got)):
-        marks.append({*start.tolist(), *(start + length).tolist()})
-    return min(marks[0] ^ marks[1])
+def _first_difference(wanted: Triple, got: Triple) -> int:
+    """The lowest destination address at which two sorted and merged lists of copies differ."""
+    both = min(len(wanted[0]), len(got[0]))
+    rows = np.stack([w[:both] != g[:both] for w, g in zip(wanted, got, strict=True)])
+    row = int(np.argmax(rows.any(axis=0))) if rows.any() else both
+    if row == both:
+        return int((wanted if len(wanted[0]) > both else got)[1][row])
+    if rows[:2, row].any():
+        return int(min(wanted[1][row], got[1][row]))
+    return int(wanted[1][row] + min(wanted[2][row], got[2][row]))
 
 
-def _need_of(layer: Layer, shape: Shape) -> NeedKey:
+def _block_bytes(manifest: Manifest) -> dict[int, int]:
+    """Bytes that the parts of each group have in one block."""
+    total = {g.id: 0 for g in manifest.groups}
+    for layer in manifest.layers:
+        for part in layer.parts:
+            shape = manifest.shapes[part.shape]
+            entries = shape.token.entries if shape.token else 1
+            total[layer.group] += prod((a.stop - a.start for a in shape.axes), start=entries) * shape.element.bytes
+    return total
+
+
+def _grains_fit(tokens: Sequence[int], blocks: Sequence[int]) -> bool:
+    """Whole states at once, or tiles of tokens that divide the blocks of both sides and each other."""
+    if 0 in tokens or 0 in blocks:
+        return {*tokens, *blocks} == {0} and len(tokens) == 1
+    divides = all(coarse > fine and coarse % fine == 0 for coarse, fine in pairwise(tokens))
+    return divides and all(block % tokens[0] == 0 for block in blocks)
+
+
+@lru_cache(maxsize=4096)
+def _same_meaning(src: Shape, dst: Shape) -> bool:
+    """Do equal indices of two parts stand for the same numbers?"""
+    per_entry = [s.token.per_entry if s.token else 0 for s in (src, dst)]
+    sizes = [{a.name: a.live_size for a in s.axes} for s in (src, dst)]
+    return src.element == dst.element and per_entry[0] == per_entry[1] and sizes[0] == sizes[1]
+
+
+def _need_of(layer: Layer, shape: Shape, src_group: int) -> NeedKey:
     if shape.token is None:
-        return layer.reach, 0, False
-    return layer.reach, shape.token.per_entry, shape.element.opaque != ""
+        return layer.reach, 0, False, src_group
+    return layer.reach, shape.token.per_entry, shape.element.opaque != "", src_group
 
 
 def _lane_of(part: Part, shape: Shape) -> LaneKey:
@@ -303,6 +407,7 @@ def _line(shape: Shape, order: Sequence[str], live: bool) -> tuple[Ints, Ints, i
     """A part as pieces of one length on the line of global indices: (place on the line, place in memory), in bytes."""
     axes = {a.name: a for a in shape.axes}
     unit = length = shape.element.bytes
+    pieces = 1
     weight = 1
     start = 0
     line = np.zeros(1, np.int64)
@@ -318,6 +423,9 @@ def _line(shape: Shape, order: Sequence[str], live: bool) -> tuple[Ints, Ints, i
             contiguous = axis.start == 0 and count == full
         else:
             contiguous = False
+            pieces *= count
+            if pieces > MAX_PIECES:
+                raise ProofError(f"a part in more than {MAX_PIECES:,} separate pieces is too scattered to be copied")
             at = np.arange(count, dtype=np.int64)
             line = ((axis.start + at)[:, None] * weight + line).reshape(-1)
             memory = (offsets(axis.digits, at)[:, None] + memory).reshape(-1)
@@ -352,7 +460,8 @@ def _overlay(src: Shape, dst: Shape) -> Triple:
     start = np.maximum(src_line[other], dst_line[mine])
     stop = np.minimum(src_line[other] + src_length, dst_line[mine] + dst_length)
     triple = (start - src_line[other] + src_memory[other], start - dst_line[mine] + dst_memory[mine], stop - start)
-    return _sorted_and_merged(triple)
+    some = start < stop
+    return _sorted_and_merged((triple[0][some], triple[1][some], triple[2][some]))
 
 
 @lru_cache(maxsize=16384)
@@ -390,29 +499,20 @@ def _not_repeated(
 ) -> int | None:
     """A destination address where `coarse` is not `ratio` tiles of `fine`, or None."""
     tiles = np.arange(ratio, dtype=np.int64)
-    triples = []
+    wanted: dict[tuple[LaneKey, LaneKey], list[Triple]] = defaultdict(list)
     for (src_lane, dst_lane), (src, dst, length) in fine.items():
-        src_tiles = src + offsets(src_lane[1], tiles)[:, None]
-        dst_tiles = dst + offsets(dst_lane[1], tiles)[:, None]
-        triples.append((src_tiles.reshape(-1), dst_tiles.reshape(-1), np.tile(length, ratio)))
-    wanted = _sorted_and_merged(_concatenate(triples))
-    got = _sorted_and_merged(_concatenate(list(coarse.values())))
-    if not _same(wanted, got):
-        return int(got[1][0]) if _same(wanted[1:], got[1:]) else _first_difference(wanted, got)
-    for (src_lane, dst_lane), (_, dst, length) in coarse.items():
-        order = np.argsort(dst)
-        dst, length = dst[order], length[order]
-        for (fine_src, fine_dst), (_, fine_at, _) in fine.items():
-            at = np.searchsorted(dst, fine_at, side="right") - 1
-            inside = (at >= 0) & (fine_at < dst[at] + length[at])
-            if inside.any() and not (_upper(fine_src, src_lane, ratio) and _upper(fine_dst, dst_lane, ratio)):
-                return int(fine_at[np.argmax(inside)])
+        if ratio * len(length) > MAX_RUNS:
+            raise ProofError(f"{ratio} tiles of {len(length):,} runs are too many to prove: the plan lacks a grain between")
+        try:
+            (src_upper, src_inner), (dst_upper, dst_inner) = cut(src_lane[1], ratio), cut(dst_lane[1], ratio)
+        except ValueError:
+            return int(dst[0])
+        src_tiles, dst_tiles = src + offsets(src_inner, tiles)[:, None], dst + offsets(dst_inner, tiles)[:, None]
+        lanes = (src_lane[0], src_upper), (dst_lane[0], dst_upper)
+        wanted[lanes].append((src_tiles.reshape(-1), dst_tiles.reshape(-1), np.tile(length, ratio)))
+    for lanes in {**wanted, **coarse}:
+        right = _sorted_and_merged(_concatenate(wanted.get(lanes, [])))
+        got = _sorted_and_merged(_concatenate([coarse[lanes]] if lanes in coarse else []))
+        if not _same(right, got):
+            return _first_difference(right, got)
     return None
-
-
-def _upper(fine: LaneKey, coarse: LaneKey, ratio: int) -> bool:
-    """Do `ratio` tiles of the fine lane make one of the coarse, everywhere in the block?"""
-    at = np.arange(size(coarse[1]), dtype=np.int64)
-    inner = np.arange(ratio, dtype=np.int64)
-    joined = offsets(fine[1], at[:, None] * ratio + inner)
-    return fine[0] == coarse[0] and bool((joined == offsets(coarse[1], at)[:, None] + offsets(fine[1], inner)).all())

@@ -13,19 +13,20 @@ from msgspec import Meta, Struct
 from kvferry.manifest.schema import Count, Digits, Group, Identity, Index, Name, Offset, Rank, Reach, Region
 
 PLAN_VERSION: Final = 1
+MAX_ITEMS: Final = 1 << 16
 
 Repeat = tuple[Count, Offset, Offset]
 Repeats = Annotated[tuple[Repeat, ...], Meta(max_length=32)]
 
 
-class Lane(Struct, frozen=True, array_like=True):
+class Lane(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How a run travels from tile to tile on one side: by block, and by the digits of the tile's place in the block."""
 
     block_stride: Offset
     digits: Digits
 
 
-class Run(Struct, frozen=True, array_like=True):
+class Run(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`length` contiguous bytes, repeated by (count, source stride, destination stride), in tile 0 of block 0."""
 
     src_region: Index
@@ -42,20 +43,21 @@ class Grain(Struct, frozen=True, forbid_unknown_fields=True):
     """The runs of one aligned tile of `tokens` tokens; 0 tokens: of one state."""
 
     tokens: Index
-    runs: tuple[Run, ...]
+    runs: Annotated[tuple[Run, ...], Meta(max_length=MAX_ITEMS)]
 
 
 Grains = Annotated[tuple[Grain, ...], Meta(min_length=1, max_length=64)]
 
 
 class Need(Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers that need the same tokens: their reach, the tokens an entry stands for (0: a state), and whether an entry
-    that is not complete is moved too (an opaque cell) or not (a compressed entry)."""
+    """Layers that need the same tokens of the same source group: their reach, the tokens an entry stands for (0: a
+    state), and whether an entry that is not complete is moved too (an opaque cell) or not (a compressed entry)."""
 
     reach: Reach
     per_entry: Index
     partial: bool
-    layers: tuple[Name, ...]
+    src_group: Index
+    layers: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=4096)]
 
 
 class Edge(Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,8 +83,8 @@ class Side(Struct, frozen=True):
     """What binding must know of a rank."""
 
     identity: Identity
-    regions: tuple[Region, ...]
-    groups: tuple[Group, ...]
+    regions: Annotated[tuple[Region, ...], Meta(max_length=4096)]
+    groups: Annotated[tuple[Group, ...], Meta(max_length=1024)]
 
     def group(self, group_id: int) -> Group:
         return next(g for g in self.groups if g.id == group_id)
@@ -93,12 +95,12 @@ class Plan(Struct, frozen=True):
     that this rank tells that the request is done."""
 
     consumer: Side
-    sources: tuple[Side, ...]
-    lanes: tuple[Lane, ...]
-    needs: tuple[Need, ...]
-    edges: tuple[Edge, ...]
-    fills: tuple[Fill, ...]
-    tells: tuple[Rank, ...] = ()
+    sources: Annotated[tuple[Side, ...], Meta(max_length=4096)]
+    lanes: Annotated[tuple[Lane, ...], Meta(max_length=4096)]
+    needs: Annotated[tuple[Need, ...], Meta(max_length=4096)]
+    edges: Annotated[tuple[Edge, ...], Meta(max_length=4096)]
+    fills: Annotated[tuple[Fill, ...], Meta(max_length=4096)]
+    tells: Annotated[tuple[Rank, ...], Meta(max_length=4096)] = ()
     version: Literal[1] = PLAN_VERSION
 
     @property

@@ -1,0 +1,40 @@
+# Everything the project needs is installed here: `make demo` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-core lint bench clean
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.ready ## the virtual environment, with kvferry installed in place
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+demo: setup ## plan and prove a hybrid model across different layouts
+	$(BIN)/kvferry plan --model nemotron-3-nano-30b-a3b --prefill tp=2,pp=2 --decode tp=4 --tokens 100
+	$(BIN)/kvferry verify --model nemotron-3-nano-30b-a3b --model granite-4.0-h-tiny --model synthetic-12
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-core: setup
+	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) --cov --cov-report=term
+
+test: lint test-core test-vllm ## all checks: lint, types, tests, certification against vLLM
+
+bench: setup ## how long planning and binding take, as ratios
+	$(BIN)/python benchmarks/plan_and_bind.py
+
+clean: ## remove what was built
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+
+include vllm.mk

@@ -1,0 +1,5 @@
+"""`python -m kvferry`."""
+
+from kvferry.cli import main
+
+main()

@@ -1,0 +1,34 @@
+"""The command line: `kvferry plan` shows a transfer, `kvferry verify` proves every pair of layouts."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from kvferry.cli.plan import plan_command
+from kvferry.cli.verify import verify_command
+from kvferry.errors import KVFerryError
+
+app = typer.Typer(
+    name="kvferry",
+    help="Carries a request's cache from prefill to decode workers, and can explain and prove every transfer.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.command("plan")(plan_command)
+app.command("verify")(verify_command)
+
+
+def main() -> None:
+    """Run the command line; what is wrong with the input is one message on standard error and exit code 2."""
+    try:
+        app()
+    except KVFerryError as error:
+        Console(stderr=True).print(f"kvferry: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)

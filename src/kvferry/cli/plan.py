@@ -1,0 +1,202 @@
+"""`kvferry plan`: who reads what from whom, what it costs, and what one request moves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cli.request import blocks_needed, example_request
+from kvferry.errors import SideError
+from kvferry.manifest import Manifest
+from kvferry.models import ModelShape, Side, load_model, manifests
+from kvferry.plan import Binder, Binding, Fleet, Plan, Request, Route, make_plans, routes
+from kvferry.plan.explain import Cost, Read, costs, reads
+
+MAX_TOKENS = 10_000_000
+
+
+def plan_command(
+    model: Annotated[str, typer.Option(help="A model of the zoo, or the path of a HuggingFace config.json.")],
+    prefill: Annotated[
+        str, typer.Option(help="The producer, as tp=2,pp=2[,block=16][,layout=head|token][,conv=ds|sd][,spec=0].")
+    ],
+    decode: Annotated[str, typer.Option(help="The consumer, written likewise.")],
+    tokens: Annotated[int, typer.Option(help="Prompt length of the request to show.")] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs: docs/formats.md describes it.")] = False,
+) -> None:
+    """Plan and prove the transfer between two sides, and show it."""
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise SideError(f"--tokens {tokens}: give a prompt length from 1 to {MAX_TOKENS:,}")
+    shown = Shown(load_model(model), Side.parse(prefill), Side.parse(decode), tokens)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown.document()), indent=1).decode() + "\n")
+    else:
+        shown.print(Console())
+
+
+class Shown:
+    """A pair of sides with its plans and one bound request."""
+
+    def __init__(self, model: ModelShape, prefill: Side, decode: Side, prompt: int) -> None:
+        self.model, self.prefill, self.decode, self.prompt = model, prefill, decode, prompt
+        self.producers = _sized(model, prefill, "prefill", prompt)
+        self.consumers = _sized(model, decode, "decode", prompt)
+        self.fleet = Fleet(self.producers)
+        self.plans: Sequence[Plan] = make_plans(self.consumers, self.fleet)
+        self.routes: Sequence[Route] = routes(self.fleet, self.consumers)
+        self.request: Request = example_request(self.producers[0], self.consumers[0], prompt)
+        self.bindings: Sequence[Binding] = [Binder(plan).bind(self.request) for plan in self.plans]
+
+    def reads(self) -> list[Read]:
+        return [read for consumer in self.consumers for read in reads(consumer, self.fleet)]
+
+    def costs(self) -> list[tuple[Plan, Cost]]:
+        return [(plan, cost) for plan in self.plans for cost in costs(plan)]
+
+    def document(self) -> dict[str, Any]:
+        """The whole of it as plain data."""
+        ordinal = {m.identity.rank: i for i, m in enumerate(self.fleet.manifests)}
+        return {
+            "version": 1,
+            "model": {"name": self.model.name, "fingerprint": self.model.fingerprint, "source": self.model.source},
+            "prefill": str(self.prefill),
+            "decode": str(self.decode),
+            "proved": True,
+            "routes": [
+                {
+                    "producer": ordinal[r.producer],
+                    "readers": [c.ordinal for c in r.readers],
+                    "teller": r.teller and r.teller.ordinal,
+                }
+                for r in self.routes
+            ],
+            "reads": [msgspec.to_builtins(r) for r in self.reads()],
+            "costs": [
+                {"consumer": plan.consumer.identity.rank.ordinal, **msgspec.to_builtins(cost), "source": cost.source.ordinal}
+                for plan, cost in self.costs()
+            ],
+            "manifests": {
+                "prefill": [msgspec.to_builtins(m) for m in self.fleet.manifests],
+                "decode": [msgspec.to_builtins(m) for m in self.consumers],
+            },
+            "plans": [msgspec.to_builtins(plan) for plan in self.plans],
+            "request": {
+                "prompt": self.prompt,
+                "tokens": self.request.tokens,
+                "tables": {"prefill": dict(self.request.src), "decode": dict(self.request.dst)},
+                "ranks": [_bound(plan, binding, ordinal) for plan, binding in zip(self.plans, self.bindings, strict=True)],
+            },
+        }
+
+    def print(self, console: Console) -> None:
+        console.print(
+            f"[bold]{self.model.name}[/]  {self.prefill} → {self.decode}   "
+            f"{len(self.producers)} → {len(self.consumers)} ranks   [green]proved[/]"
+        )
+        console.print(_reads_table(self.reads()))
+        console.print(_routes_table(self.routes))
+        console.print(_costs_table(self.costs()))
+        console.print(self._request_table())
+
+    def _request_table(self) -> Table:
+        table = Table(title=f"a prompt of {self.prompt:,} tokens: {self.request.tokens:,} loaded, the last one recomputed")
+        for name in ("decode rank", "copies", "bytes moved", "useful", "useful %", "fills", "bytes filled", "not hashable"):
+            table.add_column(name, justify="right")
+        for plan, binding in zip(self.plans, self.bindings, strict=True):
+            share = 100 * binding.useful_bytes / binding.bytes if binding.bytes else 100.0
+            table.add_row(
+                str(plan.consumer.identity.rank),
+                f"{sum(len(c) for c in binding.copies):,}",
+                f"{binding.bytes:,}",
+                f"{binding.useful_bytes:,}",
+                f"{share:.1f}",
+                f"{len(binding.fills):,}",
+                f"{binding.fills.bytes:,}",
+                f"{sum(len(lost) for lost in binding.unhashable.values()):,}",
+            )
+        return table
+
+
+def _sized(model: ModelShape, side: Side, engine: str, prompt: int) -> tuple[Manifest, ...]:
+    """A side's manifests with as many blocks as the request takes."""
+    groups = manifests(model, side, engine=engine, blocks=2)[0].groups
+    return manifests(model, side, engine=engine, blocks=blocks_needed(groups, prompt))
+
+
+def _bound(plan: Plan, binding: Binding, ordinal: dict[Any, int]) -> dict[str, Any]:
+    copies = []
+    for source, found in zip(plan.sources, binding.copies, strict=True):
+        columns = (found.src_region, found.src_offset, found.dst_region, found.dst_offset, found.length)
+        producer = np.full(len(found), ordinal[source.identity.rank], np.int64)
+        copies += np.stack([producer, *columns], axis=1).tolist()
+    fills = np.stack([binding.fills.region, binding.fills.offset, binding.fills.length], axis=1).tolist()
+    return {
+        "consumer": plan.consumer.identity.rank.ordinal,
+        "copies": copies,
+        "fills": fills,
+        "bytes": binding.bytes,
+        "useful_bytes": binding.useful_bytes,
+        "unhashable": {group: lost.tolist() for group, lost in binding.unhashable.items()},
+    }
+
+
+def _reads_table(found: Sequence[Read]) -> Table:
+    table = Table(title="who reads what from whom")
+    for name in ("decode rank", "prefill rank", "layers", "parts", "of the global tensor", "for example"):
+        table.add_column(name, justify="right" if name == "layers" else "left")
+    last = None
+    for read in found:
+        who = str(read.consumer)
+        table.add_row(
+            "" if who == last else who, str(read.producer), str(read.layers), " ".join(read.parts), read.extents, read.example
+        )
+        last = who
+    return table
+
+
+def _routes_table(found: Sequence[Route]) -> Table:
+    table = Table(title="who is read by whom")
+    for name in ("prefill rank", "read by", "told by"):
+        table.add_column(name)
+    for route in found:
+        table.add_row(str(route.producer), "  ".join(map(str, route.readers)) or "nobody", str(route.teller or ""))
+    return table
+
+
+def _costs_table(found: Sequence[tuple[Plan, Cost]]) -> Table:
+    table = Table(title="runs and bytes")
+    columns = (
+        "decode rank",
+        "from",
+        "group",
+        "tokens a block",
+        "strided runs",
+        "runs a block",
+        "bytes a token",
+        "bytes a request",
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("decode rank", "from") else "right")
+    last = None
+    for plan, cost in found:
+        who = str(plan.consumer.identity.rank)
+        group = plan.consumer.group(cost.group)
+        table.add_row(
+            "" if who == last else who,
+            str(cost.source),
+            str(cost.group),
+            str(group.tokens) if group.tokens else "state",
+            f"{cost.strided_runs:,}",
+            f"{cost.runs_per_block:,}",
+            f"{cost.bytes_per_token:,.0f}" if cost.bytes_per_token else "",
+            f"{cost.bytes_per_state:,}" if cost.bytes_per_state else "",
+        )
+        last = who
+    return table

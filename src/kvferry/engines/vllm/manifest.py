@@ -1,0 +1,299 @@
+"""The manifest of one vLLM worker, from the KVCacheConfig and the tensors that `register_kv_caches` receives.
+
+Places are read off vLLM's tensors, meanings off its layer objects and the model's configuration. Imports neither torch
+nor vLLM; decides nothing about transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, Literal
+
+from kvferry.engines.vllm.layouts import Cell, certified
+from kvferry.engines.vllm.states import StateLayer, dtype_name, state_parts
+from kvferry.engines.vllm.surface import Group as VllmGroup
+from kvferry.engines.vllm.surface import KVCacheConfig, Layers, Tensor, VllmConfig
+from kvferry.errors import ManifestError
+from kvferry.manifest.kinds import Shard, split_or_replicate
+from kvferry.manifest.page import Extent, whole
+from kvferry.manifest.schema import (
+    FULL,
+    Axis,
+    Chunk,
+    Element,
+    Group,
+    Identity,
+    Layer,
+    Manifest,
+    Part,
+    Reach,
+    Region,
+    Shape,
+    StatePaged,
+    TokenAxis,
+    TokenPaged,
+    Window,
+)
+
+TOKEN_SPECS: Final = frozenset(
+    {
+        "FullAttentionSpec",
+        "SlidingWindowSpec",
+        "ChunkedLocalAttentionSpec",
+        "MLAAttentionSpec",
+        "SlidingWindowMLASpec",
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A part and its storage: `offset` is that of block 0 in the storage."""
+
+    name: str
+    shape: Shape
+    tensor: Tensor
+    offset: int
+    block_stride: int
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """What holds for all layers of the worker."""
+
+    config: VllmConfig
+    layers: Layers
+    blocks: int
+    shard: Shard
+    version: str
+    conv: Literal["ds", "sd"]
+
+
+def manifest_of(
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, Tensor],
+    vllm_config: VllmConfig,
+    identity: Identity,
+    *,
+    version: str,
+    conv_layout: str,
+) -> Manifest:
+    """What a worker holds once its layers are bound to `kv_caches`.
+
+    `version` is vLLM's, since layouts are certified by release; `conv_layout` is its `get_conv_state_layout()`: SD or DS.
+    Group ids are positions in `kv_cache_groups`. A layer's `reach` is the model's own window or chunk, whichever spec vLLM
+    gave the layer; a group's `keeps` is what its block table retains. With the hybrid manager off the first is a
+    window and the second is FULL, so that the side compares equal with one that has it on.
+    """
+    _refuse_context_parallel(vllm_config)
+    if conv_layout not in ("SD", "DS"):
+        raise ManifestError(f"conv layout {conv_layout!r} is neither SD nor DS")
+    worker = _Worker(
+        vllm_config,
+        vllm_config.compilation_config.static_forward_context,
+        kv_cache_config.num_blocks,
+        Shard(identity.rank.tp, identity.rank.tp_size),
+        version,
+        "sd" if conv_layout == "SD" else "ds",
+    )
+    groups: list[Group] = []
+    placed: list[tuple[str, int, Reach, bool, tuple[_Placed, ...]]] = []
+    hashed = bool(vllm_config.cache_config.enable_prefix_caching)
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not group.enable_kv_transfer:
+            continue
+        groups.append(_group(index, group, kv_caches, worker, hashed))
+        for name in group.layer_names:
+            layer = worker.layers[name]
+            if getattr(layer, "kv_sharing_target_layer_name", None) is None:
+                spec = _layer_spec(group.kv_cache_spec, name)
+                parts = _parts(name, layer, spec, kv_caches[name], worker)
+                placed.append((name, index, _reach(layer, spec), not getattr(layer, "is_draft_layer", False), parts))
+    return _assemble(identity, groups, placed)
+
+
+def _refuse_context_parallel(config: VllmConfig) -> None:
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(config.parallel_config, field, 1) > 1:
+            raise ManifestError(f"{field} > 1: token ownership over context-parallel ranks is not supported; set it to 1")
+
+
+def _layer_spec(spec: Any, name: str) -> Any:
+    """A group of one type but several shapes carries a spec for each layer."""
+    by_layer: Mapping[str, Any] = getattr(spec, "kv_cache_specs", {})
+    return by_layer.get(name, spec)
+
+
+def _kind(spec: Any) -> str:
+    return type(spec).__name__
+
+
+def _group(index: int, group: VllmGroup, kv_caches: Mapping[str, Tensor], worker: _Worker, hashed: bool) -> Group:
+    names = group.layer_names
+    spec = _layer_spec(group.kv_cache_spec, names[0]) if names else group.kv_cache_spec
+    where = names[0] if names else f"group {index}"
+    if group.host_resident:
+        raise ManifestError(f"{where}: group {index} lives in host memory beside the device pool: not supported; turn it off")
+    if _kind(spec) == "MambaSpec":
+        return Group(index, StatePaged(), worker.blocks, hashed=hashed)
+    if _kind(spec) not in TOKEN_SPECS:
+        raise ManifestError(f"{where}: a cache of spec {_kind(spec)} is not supported; supported: {', '.join(TOKEN_SPECS)}")
+    kernel_blocks = _kernel_blocks(where, kv_caches[names[0]], spec, worker) if names else 1
+    return Group(index, TokenPaged(spec.block_size, kernel_blocks), worker.blocks, _keeps(spec), hashed)
+
+
+def _keeps(spec: Any) -> Reach:
+    """What a block table retains; only the managers of these specs give blocks back while a request runs."""
+    if _kind(spec) in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
+        return Window(spec.sliding_window + spec.extra_retained_tokens)
+    if _kind(spec) == "ChunkedLocalAttentionSpec":
+        return Chunk(spec.attention_chunk_size)
+    return FULL
+
+
+def _reach(layer: Any, spec: Any) -> Reach:
+    """The model layer's own reach. A full-attention spec may carry a window of other layers: it is not asked."""
+    chunk, window = getattr(layer, "attention_chunk_size", None), getattr(layer, "sliding_window", None)
+    if chunk is None and window is None and _kind(spec) == "SlidingWindowMLASpec":
+        window = spec.sliding_window
+    if chunk is not None:
+        return Chunk(chunk)
+    return FULL if window is None else Window(window)
+
+
+def _parts(name: str, layer: Any, spec: Any, tensor: Tensor, worker: _Worker) -> tuple[_Placed, ...]:
+    if _kind(spec) == "MambaSpec":
+        return _state(name, layer, spec, tensor, worker)
+    heads = _heads(name, layer, spec, worker)
+    shape, stride = tensor.shape, tensor.stride()
+    if len(shape) != 4 or shape[1] != heads.count:
+        raise ManifestError(f"{name}: a cache of shape {tuple(shape)} does not have one slot a head for {heads.count} kv heads")
+    if stride[3] != 1 or stride[2] != shape[3] or (shape[1] > 1 and stride[1] < shape[2] * shape[3]):
+        raise ManifestError(
+            f"{name}: heads are interleaved inside a block (strides {tuple(stride)}); ask for a head-major cache layout "
+            "(VLLM_KV_CACHE_LAYOUT=LBHNC)"
+        )
+    ratio = _kernel_blocks(name, tensor, spec, worker)
+    cell = _certified(layer, spec, tensor, spec.block_size // ratio, worker)
+    if cell is None:
+        return (_opaque(layer, spec, tensor, heads, ratio, worker),)
+    return _planes(cell, tensor, heads, ratio)
+
+
+def _kernel_blocks(name: str, tensor: Tensor, spec: Any, worker: _Worker) -> int:
+    ratio, rest = divmod(tensor.shape[0], worker.blocks)
+    if rest or not ratio or spec.block_size % ratio:
+        raise ManifestError(
+            f"{name}: {tensor.shape[0]} kernel blocks do not make {worker.blocks} blocks of {spec.block_size} tokens"
+        )
+    return ratio
+
+
+def _heads(name: str, layer: Any, spec: Any, worker: _Worker) -> Extent:
+    """A rank with several heads has an equal share; with one it may be a replica, and the model must say of what."""
+    local: int = spec.num_kv_heads
+    size = worker.shard.size
+    if spec.max_tp_shards == 1:
+        return whole("head", local)
+    total = local * size
+    if local == 1 and size > 1:
+        config = worker.config
+        draft = getattr(layer, "is_draft_layer", False)
+        model = config.speculative_config.draft_model_config if draft else config.model_config
+        index = next((int(piece) for piece in name.split(".") if piece.isdigit()), 0)
+        total = model.model_arch_config[index].total_num_kv_heads
+        if total > size:
+            raise ManifestError(f"{name}: one kv head on each of {size} ranks, but the model has {total}: cannot tell which")
+    return split_or_replicate("head", total, worker.shard, "kv heads")
+
+
+def _backend(layer: Any) -> tuple[str, str]:
+    """The backend's name, and the instruction set its layout depends on where there is one."""
+    return str(layer.get_attn_backend().get_name()), str(getattr(layer, "isa", ""))
+
+
+def _quantized(spec: Any) -> bool:
+    return int(spec.kv_quant_mode) != 0
+
+
+def _certified(layer: Any, spec: Any, tensor: Tensor, tokens: int, worker: _Worker) -> Cell | None:
+    dense = tensor.shape[2] == tokens and tensor.shape[3] == spec.head_size + spec.head_size_v
+    if not dense or spec.head_size_v not in (0, spec.head_size) or _quantized(spec):
+        return None
+    return certified(worker.version, *_backend(layer), dtype_name(tensor), tokens, tensor.shape[3])
+
+
+def _block_stride(tensor: Tensor, ratio: int) -> int:
+    return tensor.stride()[0] * tensor.element_size() * ratio
+
+
+def _head_axis(tensor: Tensor, heads: Extent) -> Axis:
+    return Axis("head", heads.size, heads.start, heads.stop, ((heads.count, tensor.stride()[1] * tensor.element_size()),))
+
+
+def _planes(cell: Cell, tensor: Tensor, heads: Extent, ratio: int) -> tuple[_Placed, ...]:
+    size = tensor.element_size()
+    element = Element(dtype_name(tensor), size)
+    block_stride = _block_stride(tensor, ratio)
+    out = []
+    for plane in cell:
+        digits = tuple((count, stride * size) for count, stride in plane.dim)
+        dims = prod(count for count, _ in digits)
+        head = (_head_axis(tensor, heads),) if plane.by_head else ()
+        token = ((ratio, block_stride // ratio), *((count, stride * size) for count, stride in plane.token))
+        shape = Shape(element, (*head, Axis("dim", dims, 0, dims, digits)), TokenAxis(token))
+        out.append(_Placed(plane.part, shape, tensor, _offset(tensor) + plane.start * size, block_stride))
+    return tuple(out)
+
+
+def _opaque(layer: Any, spec: Any, tensor: Tensor, heads: Extent, ratio: int, worker: _Worker) -> _Placed:
+    """A cell for each kernel block and head, tagged with everything that its private layout may depend on."""
+    tokens = spec.block_size // ratio
+    tag = " ".join(
+        ("vllm", worker.version, *filter(None, _backend(layer)), dtype_name(tensor), str(getattr(layer, "kv_cache_dtype", "")))
+    )
+    scales = (float(layer._k_scale_float), float(layer._v_scale_float)) if _quantized(spec) else ()
+    size = tensor.shape[2] * tensor.shape[3] * tensor.element_size()
+    element = Element("opaque", size, scales, opaque=f"{tag}/{tokens}")
+    block_stride = _block_stride(tensor, ratio)
+    token = TokenAxis(((ratio, block_stride // ratio),), per_entry=tokens)
+    return _Placed("bytes", Shape(element, (_head_axis(tensor, heads),), token), tensor, _offset(tensor), block_stride)
+
+
+def _state(name: str, layer: Any, spec: Any, tensor: Tensor, worker: _Worker) -> tuple[_Placed, ...]:
+    views: Sequence[Tensor] = layer.kv_cache
+    text_config = worker.config.model_config.hf_text_config
+    shard = Shard() if spec.tp_replicated else worker.shard
+    state = StateLayer(name, layer, spec.mamba_type.name, views, text_config)
+    stride = _block_stride(tensor, 1)
+    if tensor.shape[0] != worker.blocks or any(v.stride()[0] * v.element_size() != stride for v in views):
+        raise ManifestError(f"{name}: the views of a state do not step from page to page as the registered tensor does")
+    start = _offset(views[0])
+    return tuple(_Placed(p.name, p.shape, tensor, start + p.offset, stride) for p in state_parts(state, shard, worker.conv))
+
+
+def _offset(tensor: Tensor) -> int:
+    return tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+
+
+def _assemble(
+    identity: Identity, groups: Sequence[Group], placed: Sequence[tuple[str, int, Reach, bool, tuple[_Placed, ...]]]
+) -> Manifest:
+    regions: dict[int, Region] = {}
+    order: dict[int, int] = {}
+    shapes: dict[Shape, int] = {}
+    layers = []
+    for name, group, reach, required, found in placed:
+        parts = []
+        for part in found:
+            storage, device = part.tensor.untyped_storage(), part.tensor.device
+            address = storage.data_ptr()
+            region = order.setdefault(address, len(order))
+            memory: Literal["dram", "vram"] = "dram" if device.type == "cpu" else "vram"
+            regions[address] = Region(f"storage{region}", storage.nbytes(), address, memory, device.index or 0)
+            shape = shapes.setdefault(part.shape, len(shapes))
+            parts.append(Part(part.name, shape, region, part.offset, part.block_stride))
+        layers.append(Layer(name, group, tuple(parts), reach, required))
+    return Manifest(identity, tuple(regions.values()), tuple(groups), tuple(shapes), tuple(layers))

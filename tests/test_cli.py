@@ -1,0 +1,110 @@
+"""The command line: what it prints, what it exits with, and that bad input never ends in a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvferry.cli import app, verify
+from kvferry.errors import ProofError
+from kvferry.models import zoo_names
+
+
+def kvferry(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "kvferry", *words], capture_output=True, text=True, timeout=300, check=False)
+
+
+def plan(*words: str) -> dict:
+    done = CliRunner().invoke(app, ["plan", *words, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_plan_tells_who_reads_whom_and_what_a_request_moves():
+    done = kvferry("plan", "--model", "granite-4.0-h-tiny", "--prefill", "tp=2", "--decode", "tp=4", "--tokens", "500")
+    assert done.returncode == 0, done.stderr
+    for words in ("who reads what from whom", "who is read by whom", "runs and bytes", "499 loaded", "conv.B", "proved"):
+        assert words in done.stdout
+
+
+def test_plan_json_carries_manifests_plans_and_a_bound_request():
+    document = plan("--model", "nemotron-3-nano-30b-a3b", "--prefill", "tp=1", "--decode", "tp=1", "--tokens", "100")
+    (rank,) = document["request"]["ranks"]
+    assert document["request"]["tokens"] == 99
+    assert sum(c[5] for c in rank["copies"]) == rank["bytes"]
+    attention = 6 * 1024 * 99
+    state = 23 * (36_864 + 2_097_152)
+    assert rank["useful_bytes"] == attention + state
+    assert rank["bytes"] - state <= 1.2 * attention
+    assert document["manifests"]["decode"][0]["groups"][-1]["paging"]["tokens"] in (2096,) or any(
+        g["paging"].get("tokens") == 2096 for g in document["manifests"]["decode"][0]["groups"]
+    )
+
+
+def test_plan_json_names_a_teller_for_every_producer_rank_that_nobody_reads():
+    document = plan("--model", "deepseek-v3", "--prefill", "tp=4", "--decode", "tp=1", "--tokens", "20")
+    assert [r["readers"] for r in document["routes"]] == [[0], [], [], []]
+    assert [r["teller"] for r in document["routes"]] == [None, 0, 0, 0]
+
+
+def test_verify_counts_pairs_and_lists_illegal_ones_with_the_reason():
+    done = CliRunner().invoke(app, ["verify", "--model", "falcon-h1-34b", "--tp", "1,4", "--pp", "1", "--jobs", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["proved"], found["failed"], found["skipped"]) == (1, 0, 3)
+    assert len(found["pairs"]) == 4
+    assert all("groups" in p["reason"] for p in found["pairs"] if p["status"] == "skipped")
+
+
+def test_verify_shows_a_table_for_people():
+    done = kvferry("verify", "--model", "lfm2-1.2b", "--tp", "1,2", "--pp", "1")
+    assert done.returncode == 0, done.stderr
+    assert "lfm2-1.2b" in done.stdout
+
+
+def test_verify_exits_1_when_a_proof_fails(monkeypatch):
+    def refuse(*_args, **_options):
+        raise ProofError("layers.3 k head [0, 1): would be written twice")
+
+    monkeypatch.setattr(verify, "make_plans", refuse)
+    done = CliRunner().invoke(app, ["verify", "--model", "lfm2-1.2b", "--tp", "1", "--pp", "1", "--jobs", "1"])
+    assert done.exit_code == 1
+    assert "FAILED" in done.output
+    assert "would be written twice" in done.output
+
+
+def test_verify_covers_the_zoo_by_default_with_enough_pairs():
+    work = verify.work_of(None, "", "1,2,3", "", "")
+    assert {name for name, _, _ in work} == set(zoo_names())
+    legal = sum(1 for name, ours, theirs in work for other in theirs if verify.why_not(name, ours, other) is None)
+    assert legal >= 1_900
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--model", "no-such-model", "--prefill", "tp=1", "--decode", "tp=1"),
+        ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=zwei", "--decode", "tp=1"),
+        ("plan", "--model", "llama-3.1-8b", "--prefill", "tpp=1", "--decode", "tp=1"),
+        ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=0", "--decode", "tp=1"),
+        ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=3", "--decode", "tp=1"),
+        ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=1,pp=999", "--decode", "tp=1"),
+        ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=1", "--tokens", "0"),
+        ("plan", "--model", "/", "--prefill", "tp=1", "--decode", "tp=1"),
+        ("verify", "--model", "llama-3.1-8b", "--tp", "one"),
+        ("verify", "--model", "llama-3.1-8b", "--pp", "0"),
+        ("verify", "--model", "llama-3.1-8b", "--decode", "layout=sideways"),
+        ("frobnicate",),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_clear_message_and_exit_code_2(words):
+    done = kvferry(*words)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip()
+    assert done.stdout == ""

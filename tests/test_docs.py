@@ -1,0 +1,115 @@
+"""Every command and program in the documentation runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.cli.plan import Shown
+from kvferry.models import Side, load_model
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIG = ROOT / "src" / "kvferry" / "models" / "zoo" / "llama-3.1-8b.json"
+
+
+def blocks(page: Path, info: str) -> list[str]:
+    return re.findall(rf"^```{info}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def console_commands() -> list[str]:
+    lines = [line for page in PAGES for block in blocks(page, "console") for line in block.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def make_targets() -> set[str]:
+    return {t for page in PAGES for t in re.findall(r"^    make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)}
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_documentation_shows_commands():
+    assert len(console_commands()) >= 8
+    assert {"demo", "test"} <= make_targets()
+
+
+@pytest.mark.parametrize("command", console_commands())
+def test_a_shown_command_works(command, tmp_path):
+    (tmp_path / "config.json").write_text(CONFIG.read_text())
+    words = shlex.split(command)
+    assert words[0] == "kvferry"
+    done = run(sys.executable, "-m", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "proved" in done.stdout
+
+
+@pytest.mark.parametrize("target", sorted(make_targets()))
+def test_a_shown_make_target_exists(target):
+    assert run("make", "--dry-run", target, cwd=ROOT).returncode == 0
+
+
+def test_readme_opens_with_the_two_commands():
+    assert re.findall(r"^    make (\w+)", "\n".join((ROOT / "README.md").read_text().splitlines()[:5]), re.MULTILINE) == [
+        "demo",
+        "test",
+    ]
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+def test_a_shown_program_runs(page, tmp_path):
+    for program in blocks(page, "python"):
+        done = run(sys.executable, "-c", program, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+def test_the_replay_program_moves_what_kvferry_would_without_kvferry(tmp_path):
+    (program,) = blocks(ROOT / "docs" / "formats.md", "python replay")
+    assert len(program.splitlines()) <= 32
+    assert "kvferry" not in program
+    shown = Shown(load_model("synthetic-12"), Side.parse("tp=2,pp=2,block=8"), Side.parse("tp=3,block=4,layout=token"), 30)
+    document = json.loads(json.dumps(shown.document()))
+    random = np.random.default_rng(7)
+    memory = {
+        side: [[random.integers(1, 256, r.length, dtype=np.uint8) for r in m.regions] for m in manifests]
+        for side, manifests in (("prefill", shown.producers), ("decode", shown.consumers))
+    }
+    for side, ranks in memory.items():
+        for ordinal, regions in enumerate(ranks):
+            for i, data in enumerate(regions):
+                (tmp_path / f"{side}.{ordinal}.{i}").write_bytes(data.tobytes())
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    (tmp_path / "replay.py").write_text(program)
+    done = run(sys.executable, "-I", "replay.py", "plan.json", ".", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    moved = 0
+    for target, plan, binding in zip(memory["decode"], shown.plans, shown.bindings, strict=True):
+        for side, copies in zip(plan.sources, binding.copies, strict=True):
+            source = memory["prefill"][side.identity.rank.ordinal]
+            for a, b, c, d, n in zip(
+                copies.src_region, copies.src_offset, copies.dst_region, copies.dst_offset, copies.length, strict=True
+            ):
+                target[c][d : d + n] = source[a][b : b + n]
+                moved += int(n)
+        for region, offset, length in zip(binding.fills.region, binding.fills.offset, binding.fills.length, strict=True):
+            target[region][offset : offset + length] = 0
+    assert done.stdout == f"{moved} bytes moved\n"
+    assert moved > 0
+    for ordinal, regions in enumerate(memory["decode"]):
+        for i, data in enumerate(regions):
+            assert (tmp_path / f"decode.{ordinal}.{i}").read_bytes() == data.tobytes()

@@ -1,0 +1,132 @@
+"""Prepared rows: the same bytes as explicit copies, in numbers that do not grow with blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.manifest import (
+    Attention,
+    GroupSpec,
+    Identity,
+    LatentAttention,
+    LayerSpec,
+    Layout,
+    Mamba2,
+    Manifest,
+    Rank,
+    build_manifest,
+)
+from kvferry.plan import Binder, Binding, Plan, Request, make_plans
+from kvferry.plan.rows import PreparedRows, Rows
+
+ATTENTION = Attention(heads=4, dim=2)
+LATENT = LatentAttention(latent=3, rope=1)
+MAMBA = Mamba2(heads=4, dim=2, state=2, groups=2)
+
+
+def side(engine: str, tp: int, layout: Layout, tokens: int, blocks: int = 8) -> tuple[Manifest, ...]:
+    groups = (
+        GroupSpec(0, tuple(LayerSpec(f"layers.{i}.attn", ATTENTION) for i in range(3)), tokens),
+        GroupSpec(1, tuple(LayerSpec(f"layers.{i}.latent", LATENT) for i in range(2)), tokens),
+        GroupSpec(2, tuple(LayerSpec(f"layers.{i}.mixer", MAMBA) for i in range(3))),
+    )
+    return tuple(build_manifest(Identity(engine, "1", "m", Rank(r, tp)), groups, layout, blocks) for r in range(tp))
+
+
+def elements(rows: Rows, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ends = np.cumsum(rows.count)
+    row = np.searchsorted(ends, index, side="right")
+    return rows.region[row], rows.offset[row] + (index - (ends - rows.count)[row]) * rows.stride[row], rows.length[row]
+
+
+def byte_pairs(regions: tuple[np.ndarray, ...]) -> set[tuple[int, int, int, int]]:
+    src_region, src, dst_region, dst, length = (column.tolist() for column in regions)
+    return {
+        (a, b + i, c, d + i) for a, b, c, d, n in zip(src_region, src, dst_region, dst, length, strict=True) for i in range(n)
+    }
+
+
+def indexed(plan: Plan, source: int, binder: Binder, request: Request) -> set[tuple[int, int, int, int]]:
+    prepared = PreparedRows(plan, source)
+    src, dst = prepared.indices(binder.tiles(request))
+    src_region, src_at, length = elements(prepared.src, src)
+    dst_region, dst_at, other = elements(prepared.dst, dst)
+    assert np.array_equal(length, other)
+    assert len(np.unique(dst)) == len(dst)
+    return byte_pairs((src_region, src_at, dst_region, dst_at, length))
+
+
+def explicit(binding: Binding, source: int) -> set[tuple[int, int, int, int]]:
+    found = binding.copies[source]
+    return byte_pairs((found.src_region, found.src_offset, found.dst_region, found.dst_offset, found.length))
+
+
+layouts = st.builds(
+    Layout,
+    block=st.just(2),
+    kv=st.sampled_from(["packed", "paged", "separate", "transposed"]),
+    order=st.sampled_from(["head", "token"]),
+    conv=st.sampled_from(["ds", "sd"]),
+    pool=st.sampled_from(["layer", "block"]),
+    overlay=st.booleans(),
+)
+
+
+@settings(max_examples=60)
+@given(
+    layouts,
+    layouts,
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([2, 4, 6]),
+    st.sampled_from([2, 4, 6]),
+    st.integers(1, 12),
+    st.randoms(use_true_random=False),
+)
+def test_indices_into_rows_copy_the_same_bytes_as_explicit_addresses(
+    p_layout, d_layout, p_tp, d_tp, p_tokens, d_tokens, tokens, random
+):
+    producers = side("p", p_tp, p_layout, p_tokens)
+    consumers = side("d", d_tp, d_layout, d_tokens)
+
+    def tables(per_block: int) -> dict[int, list[int] | int]:
+        ids = random.sample(range(8), 8)
+        return {0: [ids[i % 8] for i in range(-(-tokens // per_block))], 1: ids[: -(-tokens // per_block)], 2: ids[-1]}
+
+    request = Request(tokens, tables(p_tokens), tables(d_tokens))
+    for plan in make_plans(consumers, producers):
+        binder = Binder(plan)
+        binding = binder.bind(request)
+        assert binding.bytes > 0
+        for source in range(len(plan.sources)):
+            assert indexed(plan, source, binder, request) == explicit(binding, source)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_do_not_multiply_with_blocks(tp):
+    def count(blocks: int) -> tuple[int, int, int]:
+        plan = make_plans(side("d", 1, Layout(block=2), 4, blocks), side("p", tp, Layout(block=2), 4, blocks))[0]
+        prepared = PreparedRows(plan, 0)
+        runs = sum(len(grain.runs) for edge in plan.edges for grain in edge.grains)
+        return len(prepared.src), len(prepared.dst), runs
+
+    assert count(1_000) == count(1_000_000)
+
+
+def test_rows_stay_inside_their_regions():
+    producers, consumers = side("p", 2, Layout(block=2, order="token"), 4), side("d", 1, Layout(block=2), 6)
+    plan = make_plans(consumers, producers)[0]
+    for source, manifest in enumerate(producers):
+        prepared = PreparedRows(plan, source)
+        for rows, owner in ((prepared.src, manifest), (prepared.dst, consumers[0])):
+            lengths = np.array([r.length for r in owner.regions])
+            assert (rows.offset + (rows.count - 1) * rows.stride + rows.length <= lengths[rows.region]).all()
+
+
+def test_an_empty_request_has_no_indices():
+    plan = make_plans(side("d", 1, Layout(block=2), 4), side("p", 1, Layout(block=2), 4))[0]
+    src, dst = PreparedRows(plan, 0).indices(Binder(plan).tiles(Request(0, {}, {})))
+    assert len(src) == len(dst) == 0

@@ -1,0 +1,29 @@
+"""The environment that vLLM must find before it is imported, in one place."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(
+    {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # do not pin this process to cores
+        "OMP_NUM_THREADS": "1",  # tiny tensors: threads only cost
+        "VLLM_CPU_CI_ENV": "1",  # small buffers, no tuning at start
+        "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled
+        "VLLM_NO_USAGE_STATS": "1",  # no reports to anybody
+        "HF_HUB_OFFLINE": "1",  # configurations are made here
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "CUDA_VISIBLE_DEVICES": "",  # the CPU backend is what is certified
+        "GLOO_SOCKET_IFNAME": "lo",  # the process group of one needs no network
+    }
+)
+
+
+def pytest_report_header() -> str:
+    import torch
+
+    import vllm
+
+    isas = "amx, vec, vec16" if torch.cpu._is_amx_tile_supported() else "vec, vec16 (no AMX on this machine)"
+    return f"vllm {vllm.__version__}, torch {torch.__version__}, cache-write ISAs certified here: {isas}"

@@ -1,0 +1,398 @@
+"""vLLM's own cache configuration, cache tensors and cache-write op for tiny models: one process, no server, no weights.
+
+Any tensor-parallel rank can be built, since no collective runs while a model is constructed and its cache allocated: the
+rank and size of the TP group are numbers that are set for the while.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.worker.gpu import attn_utils
+
+import vllm
+from kvferry.engines.vllm import manifest_of
+from kvferry.engines.vllm.states import GROUP_FIELDS
+from kvferry.manifest import Identity, Manifest, Rank
+
+POOL_BYTES = 256 << 20
+MAX_TOKENS = 256
+CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+
+
+def _llama(**changes: Any) -> Any:
+    fields = {**COMMON, "num_hidden_layers": 3, "head_dim": 32, **changes}
+    return transformers.LlamaConfig(**fields, architectures=["LlamaForCausalLM"])
+
+
+def _gemma3() -> Any:
+    return transformers.Gemma3TextConfig(
+        **COMMON,
+        num_hidden_layers=6,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        architectures=["Gemma3ForCausalLM"],
+    )
+
+
+def _nemotron_h() -> Any:
+    return transformers.NemotronHConfig(
+        **COMMON,
+        head_dim=32,
+        layers_block_type=["mamba", "attention", "mamba", "mlp", "mamba", "attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+        conv_kernel=4,
+        chunk_size=32,
+        mlp_hidden_act="relu2",
+        architectures=["NemotronHForCausalLM"],
+    )
+
+
+def _granite_one_group() -> Any:
+    return transformers.GraniteMoeHybridConfig(
+        **COMMON,
+        shared_intermediate_size=256,
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention", "mamba", "mamba"],
+        mamba_n_heads=8,
+        mamba_n_groups=1,
+        mamba_d_state=64,
+        mamba_d_head=32,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=32,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        position_embedding_type="rope",
+        architectures=["GraniteMoeHybridForCausalLM"],
+    )
+
+
+def _deepseek() -> Any:
+    return transformers.DeepseekV2Config(
+        **COMMON,
+        num_hidden_layers=2,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        q_lora_rank=None,
+        n_routed_experts=4,
+        first_k_dense_replace=2,
+        architectures=["DeepseekV2ForCausalLM"],
+    )
+
+
+def _jamba() -> Any:
+    return transformers.JambaConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        attn_layer_period=4,
+        attn_layer_offset=2,
+        expert_layer_period=100,
+        expert_layer_offset=50,
+        num_experts=1,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=8,
+        architectures=["JambaForCausalLM"],
+    )
+
+
+def _qwen3_next() -> Any:
+    return transformers.Qwen3NextConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        architectures=["Qwen3NextForCausalLM"],
+    )
+
+
+def _lfm2() -> Any:
+    return transformers.Lfm2Config(
+        **COMMON,
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        conv_L_cache=3,
+        conv_dim=128,
+        block_dim=128,
+        block_ff_dim=256,
+        block_auto_adjust_ff_dim=False,
+        architectures=["Lfm2ForCausalLM"],
+    )
+
+
+MODELS = {
+    "llama": _llama,
+    "llama-mqa": lambda: _llama(num_key_value_heads=1),
+    "llama-2kv": lambda: _llama(num_key_value_heads=2),
+    "gemma3": _gemma3,
+    "nemotron-h": _nemotron_h,
+    "granite-h-1g": _granite_one_group,
+    "deepseek": _deepseek,
+    "jamba": _jamba,
+    "qwen3-next": _qwen3_next,
+    "lfm2": _lfm2,
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One rank of one engine, as a user would configure it. `isa` is what the cache-write op runs with, where it is not to
+    be vLLM's choice for this CPU; `declared_isa` is what the adapter is told, where it is not to be the truth; `kernel`
+    has vLLM's allocator cut blocks into kernel blocks of that many tokens, as it does on other platforms."""
+
+    model: str
+    tp: int = 1
+    rank: int = 0
+    block: int = 32
+    dtype: str = "float32"
+    isa: str = ""
+    conv: str = "SD"
+    hma: bool = True
+    prefix_caching: bool = False
+    speculative: int = 0
+    declared_isa: str = ""
+    backend: str | None = None
+    kv_cache_dtype: str = "auto"
+    kernel: int = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which of `total` global heads, channels or units a rank holds, in local order."""
+
+    indices: torch.Tensor
+    total: int
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What vLLM built for a rank, with its memory as bytes and the global indices it holds by vLLM's own loaders."""
+
+    setup: Setup
+    vllm_config: Any = field(repr=False)
+    kv_cache_config: Any = field(repr=False)
+    kv_caches: dict[str, torch.Tensor] = field(repr=False)
+    layers: dict[str, Any] = field(repr=False)
+    memory: npt.NDArray[np.uint8] = field(repr=False)
+    held: dict[str, tuple[Held, ...]] = field(repr=False)
+
+    def manifest(self, engine: str) -> Manifest:
+        setup = self.setup
+        with self._declaring(setup.declared_isa):
+            return manifest_of(
+                self.kv_cache_config,
+                self.kv_caches,
+                self.vllm_config,
+                Identity(engine, "1", setup.model, Rank(setup.rank, setup.tp)),
+                version=vllm.__version__,
+                conv_layout=setup.conv,
+            )
+
+    @contextmanager
+    def _declaring(self, isa: str) -> Iterator[None]:
+        true = {name: layer.isa for name, layer in self.layers.items() if isa and hasattr(layer, "isa")}
+        try:
+            for name in true:
+                self.layers[name].isa = isa
+            yield
+        finally:
+            for name, was in true.items():
+                self.layers[name].isa = was
+
+    def write_kv(self, name: str, key: torch.Tensor, value: torch.Tensor, table: list[int], first: int = 0) -> None:
+        """Tokens [first, first + n) through the layer's own cache-write op: [n, local head, dim], or latent and rope."""
+        layer = self.layers[name]
+        block = next(g.kv_cache_spec.block_size for g in self.kv_cache_config.kv_cache_groups if name in g.layer_names)
+        slots = torch.tensor([table[i // block] * block + i % block for i in range(first, first + len(key))], dtype=torch.int64)
+        if hasattr(layer, "kv_lora_rank"):
+            layer.impl.do_kv_cache_update(key[:, 0], value, layer.kv_cache, slots, "auto", layer._k_scale)
+        else:
+            layer.impl.do_kv_cache_update(layer, key.contiguous(), value.contiguous(), layer.kv_cache, slots)
+
+
+@lru_cache(maxsize=1)
+def start() -> None:
+    """A process group of one, once a process; a configuration without a model has groups for every kind of parallelism."""
+    current_platform.import_kernels()
+    store = tempfile.mkdtemp(prefix="kvferry-vllm-")
+    atexit.register(shutil.rmtree, store, True)
+    parallel_state.init_distributed_environment(
+        world_size=1, rank=0, distributed_init_method=f"file://{store}/store", local_rank=0, backend="gloo"
+    )
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.initialize_model_parallel(1, 1)
+
+
+@contextmanager
+def _as_rank(config: Any, tp: int, rank: int) -> Iterator[None]:
+    start()
+    with set_current_vllm_config(config):
+        group = parallel_state._TP
+        before = group.world_size, group.rank_in_group
+        group.world_size, group.rank_in_group = tp, rank
+        try:
+            yield
+        finally:
+            group.world_size, group.rank_in_group = before
+
+
+@contextmanager
+def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
+    """What a user would pass; the model's folder lives as long as the context."""
+    os.environ[CONV_LAYOUT] = setup.conv
+    mamba_utils.get_conv_state_layout.cache_clear()
+    with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as folder:
+        MODELS[setup.model]().save_pretrained(folder)
+        speculative = {"method": "ngram", "num_speculative_tokens": setup.speculative, "prompt_lookup_max": 2}
+        yield {
+            "model": folder,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": setup.dtype,
+            "enforce_eager": True,
+            "max_model_len": MAX_TOKENS,
+            "max_num_batched_tokens": MAX_TOKENS,
+            "max_num_seqs": 4,
+            "tensor_parallel_size": setup.tp,
+            "distributed_executor_backend": "mp" if setup.tp > 1 else None,
+            "block_size": setup.block,
+            "enable_prefix_caching": setup.prefix_caching,
+            "num_gpu_blocks_override": 40,
+            "kv_cache_memory_bytes": POOL_BYTES,
+            "disable_hybrid_kv_cache_manager": not setup.hma,
+            "attention_backend": setup.backend,
+            "kv_cache_dtype": setup.kv_cache_dtype,
+            "speculative_config": speculative if setup.speculative else None,
+        }
+
+
+def build(setup: Setup) -> Worker:
+    """In the order of vLLM's executor and worker: model, block size, specs, layout, config, backends, tensors."""
+    with engine_args(setup) as args:
+        config = EngineArgs(**args).create_engine_config()
+    with _as_rank(config, setup.tp, setup.rank):
+        with torch.device("cpu"):
+            model = initialize_model(vllm_config=config)
+        current_platform.update_block_size_for_backend(config)
+        specs = attn_utils.get_kv_cache_spec(config)
+        layouts = [layout.name for layout in get_supported_kv_cache_layouts(get_current_attn_backends(config))]
+        resolve_kv_cache_layout(config, [layouts] * setup.tp, list(specs.values()))
+        register_all_kvcache_specs(config)
+        cache = get_kv_cache_configs(config, [specs] * setup.tp, [POOL_BYTES] * setup.tp)[setup.rank]
+        cache.kv_cache_layout = config.cache_config.kv_cache_layout
+        device = torch.device("cpu")
+        groups, _, kernel_blocks = attn_utils.init_attn_backend(cache, config, device)
+        kernel_blocks = [setup.kernel or tokens for tokens in kernel_blocks]
+        context = config.compilation_config.static_forward_context
+        flat = [group for same in groups for group in same]
+        tensors = attn_utils.init_kv_cache(context, cache, device, kernel_blocks, config, attn_groups=flat)
+        layers = {name: context[name] for name in tensors}
+        held = {name: _held(model, layer) for name, layer in layers.items()}
+    for layer in layers.values():
+        if setup.isa and hasattr(layer, "isa"):
+            layer.isa = setup.isa
+    storage = next(iter(tensors.values())).untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return Worker(setup, config, cache, tensors, layers, memory, held)
+
+
+def _held(model: Any, layer: Any) -> tuple[Held, ...]:
+    """Found by loading the numbers 0, 1, ... with vLLM's own weight loaders: heads, or conv channels and units of state."""
+    kind = type(layer).__name__
+    if kind == "MLAAttention":
+        return (Held(torch.zeros(1, dtype=torch.int64), 1),)
+    if kind == "Attention":
+        return (_held_heads(model, layer),)
+    text = layer.model_config.hf_text_config
+    if kind == "ShortConv":
+        return (_held_channels(layer.conv.weight, layer.conv_dim),)
+    if kind == "MambaMixer":
+        channels = layer.intermediate_size
+        return _held_channels(layer.conv1d.weight, channels), _held_units(layer.D, channels)
+    if kind == "MambaMixer2":
+        groups = next(getattr(text, f) for f in GROUP_FIELDS if hasattr(text, f))
+        channels = layer.intermediate_size + 2 * groups * layer.ssm_state_size
+        return _held_channels(layer.conv1d.weight, channels), _held_units(layer.D, layer.num_heads)
+    channels = 2 * layer.num_k_heads * layer.head_k_dim + layer.num_v_heads * layer.head_v_dim
+    return _held_channels(layer.conv1d.weight, channels), _held_units(layer.dt_bias, layer.num_v_heads)
+
+
+def _held_heads(model: Any, layer: Any) -> Held:
+    qkv = next(m.qkv_proj for m in model.modules() if getattr(m, "attn", None) is layer and hasattr(m, "qkv_proj"))
+    weight = _numbers_fit(qkv.weight)
+    numbers = torch.arange(qkv.total_num_kv_heads).repeat_interleave(qkv.head_size)
+    qkv.weight_loader(weight, numbers[:, None].repeat(1, weight.shape[1]).double(), "k")
+    start, size = qkv.num_heads * qkv.head_size, qkv.head_size
+    return Held(weight.data[start : start + qkv.num_kv_heads * size : size, 0].long(), qkv.total_num_kv_heads)
+
+
+def _held_channels(weight: Any, total: int) -> Held:
+    weight = _numbers_fit(weight)
+    weight.weight_loader(weight, torch.arange(total).view(-1, 1, 1).repeat(1, 1, weight.shape[-1]).double())
+    return Held(weight.data[:, 0, 0].long(), total)
+
+
+def _held_units(weight: Any, total: int) -> Held:
+    weight = _numbers_fit(weight)
+    weight.weight_loader(weight, torch.arange(total).double())
+    return Held(weight.data.long(), total)
+
+
+def _numbers_fit(weight: Any) -> Any:
+    """bfloat16 cannot hold the integers above 256."""
+    weight.data = torch.full_like(weight.data, -1, dtype=torch.float64)
+    return weight
+
+
+@lru_cache(maxsize=256)
+def workers(setup: Setup, side: str) -> tuple[Worker, ...]:
+    """All ranks of an engine. Sides have memory of their own, also where their setups are equal."""
+    return tuple(build(replace(setup, rank=rank)) for rank in range(setup.tp))

