@@ -24,7 +24,7 @@ def _placed(manifest: Manifest) -> Manifest:
     return msgspec.structs.replace(manifest, regions=regions)
 
 
-@pytest.mark.parametrize(("model", "tp", "conv"), [("nemotron-h", 1, "DS"), ("gemma3", 1, "SD"), ("granite-h-1g", 2, "SD")])
+@pytest.mark.parametrize(("model", "tp", "conv"), [("nemotron-h", 1, "DS"), ("granite-h-1g", 2, "SD")])
 def test_a_real_engine_publishes_the_same_manifest(model: str, tp: int, conv: str, tmp_path: Path) -> None:
     environment = {
         **os.environ,
@@ -34,7 +34,7 @@ def test_a_real_engine_publishes_the_same_manifest(model: str, tp: int, conv: st
     for leaked in ("LD_PRELOAD", "VLLM_SSM_CONV_STATE_LAYOUT"):
         environment.pop(leaked, None)
     command = [sys.executable, "real_engine.py", model, str(tp), conv, str(tmp_path)]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     there = [msgspec.json.decode((tmp_path / f"{rank}.json").read_bytes(), type=Manifest) for rank in range(tp)]
     here = [worker.manifest("P") for worker in workers(Setup(model, tp, conv=conv), "P")]

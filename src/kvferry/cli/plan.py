@@ -38,7 +38,8 @@ def plan_command(
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown.document()), indent=1).decode() + "\n")
     else:
-        shown.print(Console())
+        console = Console()
+        shown.print(console if console.is_terminal else Console(width=120))
 
 
 class Shown:
@@ -149,15 +150,20 @@ def _bound(plan: Plan, binding: Binding, ordinal: dict[Any, int]) -> dict[str, A
 
 def _reads_table(found: Sequence[Read]) -> Table:
     table = Table(title="who reads what from whom")
-    for name in ("decode rank", "prefill rank", "layers", "parts", "of the global tensor", "for example"):
-        table.add_column(name, justify="right" if name == "layers" else "left")
-    last = None
+    for name in ("decode rank", "prefill rank", "layers", "parts and their slice of the global tensor"):
+        table.add_column(name, justify="right" if name == "layers" else "left", no_wrap=name.endswith("rank"))
+    rows: dict[tuple[str, str, int], list[str]] = {}
     for read in found:
-        who = str(read.consumer)
-        table.add_row(
-            "" if who == last else who, str(read.producer), str(read.layers), " ".join(read.parts), read.extents, read.example
+        rows.setdefault((str(read.consumer), str(read.producer), read.layers), []).append(
+            f"{' '.join(read.parts)} {read.extents}"
         )
-        last = who
+    last = ("", "")
+    for (consumer, producer, layers), slices in rows.items():
+        first = (consumer, producer)
+        table.add_row(
+            "" if consumer == last[0] else consumer, "" if first == last else producer, str(layers), "; ".join(slices)
+        )
+        last = first
     return table
 
 
@@ -172,31 +178,18 @@ def _routes_table(found: Sequence[Route]) -> Table:
 
 def _costs_table(found: Sequence[tuple[Plan, Cost]]) -> Table:
     table = Table(title="runs and bytes")
-    columns = (
-        "decode rank",
-        "from",
-        "group",
-        "tokens a block",
-        "strided runs",
-        "runs a block",
-        "bytes a token",
-        "bytes a request",
-    )
+    columns = ("decode rank", "from", "strided runs", "runs a block", "runs of state", "bytes a token", "bytes of state")
     for name in columns:
         table.add_column(name, justify="left" if name in ("decode rank", "from") else "right")
-    last = None
+    rows: dict[tuple[str, str], list[float]] = {}
     for plan, cost in found:
-        who = str(plan.consumer.identity.rank)
-        group = plan.consumer.group(cost.group)
-        table.add_row(
-            "" if who == last else who,
-            str(cost.source),
-            str(cost.group),
-            str(group.tokens) if group.tokens else "state",
-            f"{cost.strided_runs:,}",
-            f"{cost.runs_per_block:,}",
-            f"{cost.bytes_per_token:,.0f}" if cost.bytes_per_token else "",
-            f"{cost.bytes_per_state:,}" if cost.bytes_per_state else "",
-        )
-        last = who
+        row = rows.setdefault((str(plan.consumer.identity.rank), str(cost.source)), [0, 0, 0, 0.0, 0])
+        row[0] += cost.strided_runs
+        row[1 if plan.consumer.group(cost.group).tokens else 2] += cost.runs_per_block
+        row[3] += cost.bytes_per_token
+        row[4] += cost.bytes_per_state
+    last = None
+    for (consumer, source), row in rows.items():
+        table.add_row("" if consumer == last else consumer, source, *(f"{value:,.0f}" if value else "" for value in row))
+        last = consumer
     return table

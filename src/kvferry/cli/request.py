@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.manifest import HOLE, GroupSpec, Manifest
+from kvferry.manifest import HOLE, Manifest
 from kvferry.manifest.schema import Group
 from kvferry.plan import Request
 
 
-def blocks_needed(groups: Sequence[Group | GroupSpec], tokens: int) -> int:
+def blocks_needed(groups: Sequence[Group], tokens: int) -> int:
     """Block ids that one request of `tokens` tokens takes, and the null block."""
     return 1 + sum(-(-tokens // g.tokens) if g.tokens else 1 for g in groups)
 
 
-def block_tables(manifest: Manifest, tokens: int) -> dict[int, list[int]]:
+def block_tables(groups: Sequence[Group], tokens: int) -> dict[int, list[int]]:
     """Ids in turn from 1 (0 is the engine's null block); a group that keeps a window has holes before it."""
     tables: dict[int, list[int]] = {}
     free = 1
-    for group in manifest.groups:
+    for group in groups:
         if not group.tokens:
             tables[group.id] = [free]
             free += 1
@@ -33,4 +33,4 @@ def block_tables(manifest: Manifest, tokens: int) -> dict[int, list[int]]:
 def example_request(producer: Manifest, consumer: Manifest, prompt: int) -> Request:
     """A prompt of `prompt` tokens: the last one is computed by the consumer, so one less is loaded."""
     tokens = max(prompt - 1, 0)
-    return Request(tokens, block_tables(producer, tokens), block_tables(consumer, tokens))
+    return Request(tokens, block_tables(producer.groups, tokens), block_tables(consumer.groups, tokens))

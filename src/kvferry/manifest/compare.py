@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.manifest.schema import Axis, Chunk, Element, Group, Layer, Manifest, Reach, Shape, TokenPaged, Window
+from kvferry.manifest.schema import Axis, Chunk, Element, Layer, Manifest, Reach, Shape, TokenPaged, Window
 
 _PLURAL = {"head": "heads", "dim": "dims", "channel": "channels", "tap": "taps", "group": "groups", "state": "states"}
 
@@ -27,19 +27,31 @@ class Mismatch:
         return f"{where}: {self.what}" if where else self.what
 
 
+Holders = Mapping[str, Sequence[tuple[Manifest, Layer]]]
+
+
 def compare(consumer: Manifest, producers: Sequence[Manifest]) -> tuple[Mismatch, ...]:
     """All reasons why `consumer` cannot be loaded from `producers`, the ranks of one engine; empty if there is none."""
-    found = [*_identities(consumer, producers)]
     holders: dict[str, list[tuple[Manifest, Layer]]] = defaultdict(list)
     for producer in producers:
         for layer in producer.layers:
             holders[layer.name].append((producer, layer))
+    return (*compare_engines(consumer, producers), *compare_layers(consumer, consumer.layers, holders))
+
+
+def compare_engines(consumer: Manifest, producers: Sequence[Manifest]) -> tuple[Mismatch, ...]:
+    """What is wrong between the engines as a whole."""
+    found = [*_identities(consumer, producers)]
     for manifest in (consumer, *producers):
         found += _unsupported(manifest)
-    equal: set[tuple[int, ...]] = set()
-    groups = {id(m): {g.id: g for g in m.groups} for m in (consumer, *producers)}
-    for layer in consumer.layers:
-        held = holders.pop(layer.name, [])
+    return tuple(found)
+
+
+def compare_layers(consumer: Manifest, layers: Iterable[Layer], holders: Holders) -> tuple[Mismatch, ...]:
+    """What is wrong between some layers of the consumer and those who hold them."""
+    found: list[Mismatch] = []
+    for layer in layers:
+        held = holders.get(layer.name, ())
         if not held and layer.required:
             found.append(
                 Mismatch("held by no producer rank; declare it not required if the producer never runs it", layer.name)
@@ -47,22 +59,8 @@ def compare(consumer: Manifest, producers: Sequence[Manifest]) -> tuple[Mismatch
         if len({other.group for _, other in held}) > 1:
             found.append(Mismatch("the producer's ranks put it in different groups", layer.name))
         for producer, other in held:
-            key = _pair_key(consumer, layer, producer, other)
-            if key not in equal:
-                before = len(found)
-                found += _layers(
-                    layer, consumer, groups[id(consumer)][layer.group], other, producer, groups[id(producer)][other.group]
-                )
-                if len(found) == before:
-                    equal.add(key)
+            found += _layers(layer, consumer, other, producer)
     return tuple(dict.fromkeys(found))
-
-
-def _pair_key(consumer: Manifest, layer: Layer, producer: Manifest, other: Layer) -> tuple[int, ...]:
-    """What the comparison of two layers depends on, by index; layers of one kind share it."""
-    here = (layer.group, *(p.shape for p in layer.parts), *(hash(p.name) for p in layer.parts), hash(layer.reach))
-    there = (other.group, *(p.shape for p in other.parts), *(hash(p.name) for p in other.parts), hash(other.reach))
-    return (id(consumer), *here, id(producer), *there)
 
 
 def _identities(consumer: Manifest, producers: Sequence[Manifest]) -> Iterator[Mismatch]:
@@ -92,9 +90,8 @@ def _unsupported(manifest: Manifest) -> Iterator[Mismatch]:
                 yield Mismatch(f"{manifest.identity}: group {group.id} is a ring of tokens: not supported yet")
 
 
-def _layers(
-    layer: Layer, consumer: Manifest, group: Group, other: Layer, producer: Manifest, other_group: Group
-) -> Iterator[Mismatch]:
+def _layers(layer: Layer, consumer: Manifest, other: Layer, producer: Manifest) -> Iterator[Mismatch]:
+    group, other_group = consumer.group(layer.group), producer.group(other.group)
     if (group.tokens == 0) != (other_group.tokens == 0):
         kinds = ["state" if g.tokens == 0 else "token" for g in (other_group, group)]
         yield Mismatch(f"paged by {kinds[0]} there, by {kinds[1]} here", layer.name)

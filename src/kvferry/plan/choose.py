@@ -14,7 +14,7 @@ from math import prod
 
 from kvferry.errors import MismatchError
 from kvferry.manifest.check import check_manifest
-from kvferry.manifest.compare import Mismatch, compare
+from kvferry.manifest.compare import Mismatch, compare, compare_engines, compare_layers
 from kvferry.manifest.schema import Layer, Manifest, Rank, Shape
 
 Interval = tuple[int, int]
@@ -197,8 +197,17 @@ def dealt(fleet: Fleet, read: Mapping[Rank, Set[int]]) -> tuple[Route, ...]:
 
 
 def refuse_mismatches(consumer: Manifest, fleet: Fleet) -> None:
-    """Raise MismatchError with all reasons why `consumer` cannot be loaded from the fleet."""
+    """Raise MismatchError with all reasons why `consumer` cannot be loaded from the fleet.
+
+    Layers that lie alike match alike: one of each class is compared, and all of them only for the list of an error.
+    """
     check_manifest(consumer)
-    mismatches = compare(consumer, fleet.manifests) or missing(consumer, fleet)
-    if mismatches:
-        raise MismatchError(mismatches)
+    engines = compare_engines(consumer, fleet.manifests)
+    some = representatives(consumer, fleet)
+    absent = [layer for layer in consumer.layers if layer.name not in fleet.holders]
+    holders = {layer.name: [(fleet.manifests[i], other) for i, other in fleet.holders[layer.name]] for layer in some}
+    if engines or compare_layers(consumer, (*some, *absent), holders):
+        raise MismatchError(compare(consumer, fleet.manifests))
+    lacking = missing(consumer, fleet)
+    if lacking:
+        raise MismatchError(lacking)

@@ -444,7 +444,7 @@ def _memory_order(shape: Shape) -> list[str]:
     return [a.name for a in sorted(shape.axes, key=lambda a: -min((s for _, s in canonical(a.digits)), default=0))]
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=4096)
 def _overlay(src: Shape, dst: Shape) -> Triple:
     """Where the lines of two parts overlap: (source offset, destination offset, length) relative to their places."""
     order = _memory_order(dst)
@@ -464,7 +464,7 @@ def _overlay(src: Shape, dst: Shape) -> Triple:
     return _sorted_and_merged((triple[0][some], triple[1][some], triple[2][some]))
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=4096)
 def _slots(shape: Shape) -> tuple[Ints, Ints]:
     """All bytes of one entry of a part in its block: (offset, length)."""
     _, memory, length = _line(shape, _memory_order(shape), live=False)
