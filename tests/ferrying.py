@@ -168,6 +168,7 @@ def ferry(case: oracle.Case) -> Outcome:
         assert not found, f"consumer {plan.consumer.identity.rank}: " + "; ".join(found)
         assert all(w.max(initial=0) <= 1 for w in written), "a byte was written twice"
         assert binding.bytes == wanted.moved, f"{binding.bytes} bytes were copied, {wanted.moved} are needed"
+        assert 0 <= binding.useful_bytes <= binding.bytes, "more bytes are useful than are copied"
         unhashable = {group: set(positions.tolist()) for group, positions in binding.unhashable.items()}
         assert unhashable == wanted.unhashable
         check_rows(binder, binding, request_of(case))

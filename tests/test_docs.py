@@ -82,7 +82,7 @@ def test_the_replay_program_moves_what_kvferry_would_without_kvferry(tmp_path):
     (program,) = blocks(ROOT / "docs" / "formats.md", "python replay")
     assert len(program.splitlines()) <= 32
     assert "kvferry" not in program
-    shown = Shown(load_model("synthetic-12"), Side.parse("tp=2,pp=2,block=8"), Side.parse("tp=3,block=4,layout=token"), 30)
+    shown = Shown(load_model("synthetic-12"), Side.parse("tp=2,pp=2,conv=sd"), Side.parse("tp=3,layout=token"), 30)
     document = json.loads(json.dumps(shown.document()))
     random = np.random.default_rng(7)
     memory = {

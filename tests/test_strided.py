@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_canonical_digits_reach_the_same_offsets_with_no_digit_to_spare(digits):
     short = canonical(digits)
     assert places(short) == places(digits)
     assert all(count > 1 for count, _ in short)
-    assert all(above != count * stride for (_, above), (count, stride) in zip(short, short[1:], strict=False))
+    assert all(above != count * stride for (_, above), (count, stride) in pairwise(short))
 
 
 @given(digits_of)
@@ -187,7 +187,7 @@ def test_merged_runs_move_the_same_bytes_and_leave_no_neighbours(rows):
 
     got = list(zip(src.tolist(), dst.tolist(), length.tolist(), tag.tolist(), strict=True))
     assert moved(got) == moved(rows)
-    for one, other in zip(got, got[1:], strict=False):
+    for one, other in pairwise(got):
         assert (one[0] + one[2], one[1] + one[2], one[3]) != (other[0], other[1], other[3])
 
 

@@ -327,6 +327,24 @@ def test_one_group_there_and_groups_here(hashed: bool, p: int, d: int, n: int) -
     assert all(not b.unhashable for b in out.bindings)
 
 
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize(("there", "here"), [((1,), ()), ((), (0, 2)), ((0, 2), (1,)), ((1, 2), (1, 2))])
+def test_holes_outside_the_window_are_neither_read_nor_written(
+    hashed: bool, there: tuple[int, ...], here: tuple[int, ...]
+) -> None:
+    layers = model(Attention(2, 2, 2, 2, window(5)), oracle.Latent(2, 1, reach=window(3)))
+    producer = make_side(layers, Memory(4), groups=all_in_one(layers, 4))
+    consumer = make_side(layers, Memory(4), groups=all_in_one(layers, 4, hashed))
+    case = case_of(layers, producer, consumer, 18)
+    src, dst = (
+        {0: [HOLE if i in holes else b for i, b in enumerate(table[0])]}
+        for table, holes in ((case.src, there), (case.dst, here))
+    )
+    out = ferry(replace(case, src=src, dst=dst))
+    lost = sorted(set(there) - set(here)) if hashed else []
+    assert [b.tolist() for b in out.bindings[0].unhashable.values()] == ([lost] if lost else [])
+
+
 def test_layers_of_one_group_here_come_from_several_groups_there() -> None:
     layers = model(*[Attention(2, 2, 2, 2, window(6)) for _ in range(3)])
     producer = make_side(
@@ -630,6 +648,14 @@ def test_a_short_prompt_in_huge_blocks_moves_little_more_than_it_needs(hashed: b
     useful = 99 * 6 * 2 * 2 * 128 * 2
     assert useful <= binding.bytes - states <= 1.2 * useful
     assert binding.useful_bytes == useful + states
+
+
+@pytest.mark.parametrize(("n", "complete"), [(3, 0), (4, 1), (10, 2), (12, 3)])
+def test_an_incomplete_compressed_entry_is_not_counted_as_useful(n: int, complete: int) -> None:
+    layers = model(oracle.Compressed("entry", 3, 4))
+    side = make_side(layers, Memory(8))
+    binding = ferry(case_of(layers, side, side, n)).bindings[0]
+    assert binding.bytes == binding.useful_bytes == 3 * complete
 
 
 def test_plans_and_prepared_rows_do_not_grow_with_the_pool() -> None:

@@ -31,8 +31,8 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, res
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu import attn_utils
+from vllm.version import __version__ as vllm_version
 
-import vllm
 from kvferry.engines.vllm import manifest_of
 from kvferry.engines.vllm.states import GROUP_FIELDS
 from kvferry.manifest import Identity, Manifest, Rank
@@ -232,7 +232,7 @@ class Worker:
                 self.kv_caches,
                 self.vllm_config,
                 Identity(engine, "1", setup.model, Rank(setup.rank, setup.tp)),
-                version=vllm.__version__,
+                version=vllm_version,
                 conv_layout=setup.conv,
             )
 
@@ -392,7 +392,7 @@ def _numbers_fit(weight: Any) -> Any:
     return weight
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def workers(setup: Setup, side: str) -> tuple[Worker, ...]:
     """All ranks of an engine. Sides have memory of their own, also where their setups are equal."""
     return tuple(build(replace(setup, rank=rank)) for rank in range(setup.tp))

@@ -28,8 +28,8 @@ class Recorder(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         from vllm.distributed import parallel_state
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+        from vllm.version import __version__
 
-        import vllm
         from kvferry.engines.vllm import manifest_of
         from kvferry.manifest import Identity, Rank
 
@@ -40,7 +40,7 @@ class Recorder(KVConnectorBase_V1, SupportsHMA):
             kv_caches,
             self._config,
             Identity("P", "1", extra["model"], rank),
-            version=vllm.__version__,
+            version=__version__,
             conv_layout=get_conv_state_layout(),
         )
         (Path(extra["folder"]) / f"{rank.tp}.json").write_bytes(msgspec.json.encode(manifest))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import vllm._custom_ops as ops
 from engine import start
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.version import __version__ as vllm_version
 
-import vllm
 from kvferry.engines.vllm import CERTIFICATES, certified
 from kvferry.strided import spread
-from vllm import _custom_ops as ops
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +34,7 @@ def test_the_op_writes_where_the_table_says(isa: str, dtype: str, dim: int, toke
     if isa == "amx" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU has no AMX: its layout is certified where there is one")
     start()
-    cell = certified(vllm.__version__, "CPU_ATTN", isa, dtype, tokens, 2 * dim)
+    cell = certified(vllm_version, "CPU_ATTN", isa, dtype, tokens, 2 * dim)
     assert cell is not None
     numbers = getattr(torch, dtype)
     cache = torch.full((BLOCKS, HEADS, 2 * tokens, dim), float("nan"), dtype=numbers)
@@ -67,7 +67,7 @@ def test_latents_are_written_row_by_row(backend: str, dtype: str, width: tuple[i
     if backend == "AMX_MLA" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU has no AMX: its layout is certified where there is one")
     start()
-    cell = certified(vllm.__version__, backend, "", dtype, tokens, sum(width))
+    cell = certified(vllm_version, backend, "", dtype, tokens, sum(width))
     assert cell is not None
     (plane,) = cell
     numbers = getattr(torch, dtype)

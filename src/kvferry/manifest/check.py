@@ -193,7 +193,8 @@ def _check_disjoint(manifest: Manifest, groups: dict[int, Group], footprints: Se
             panels = _joined(parts, repeat)
             left -= _pieces(panels)
             if left < 0:
-                raise ManifestError(f"{panels[0].parts[0]}: more than {MAX_PIECES:,} separate pieces in one block")
+                worst = max(panels, key=lambda p: size(p.repeats))
+                raise ManifestError(f"{worst.parts[0]}: more than {MAX_PIECES:,} separate pieces in one block")
             _check_same_stride(name, repeat, parts, panels)
         for (_, end, one), (start, _, other) in pairwise(sorted(ranges)):
             if start < end:

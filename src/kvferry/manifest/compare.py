@@ -103,9 +103,10 @@ def _layers(layer: Layer, consumer: Manifest, other: Layer, producer: Manifest) 
     for name in sorted(here.keys() ^ there.keys()):
         side = "producer" if name in here else "consumer"
         yield Mismatch(f"the {side} does not hold this part", layer.name, name)
-    for name in here.keys() & there.keys():
-        for what in _shapes(there[name], here[name]):
-            yield Mismatch(what, layer.name, name)
+    for name, shape in here.items():
+        if name in there:
+            for what in _shapes(there[name], shape):
+                yield Mismatch(what, layer.name, name)
 
 
 def _reach(reach: Reach) -> str:

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from kvferry.errors import BindError
 from kvferry.manifest.schema import HOLE, Group
-from kvferry.plan.schema import Edge, Grain, Need, Plan, Run
-from kvferry.strided import Ints, merge, offsets, spread
+from kvferry.plan.columns import Columns, expanded
+from kvferry.plan.schema import Edge, Grain, Need, Plan
+from kvferry.strided import Ints, merge, offsets
 
 Table = Sequence[int] | npt.NDArray[np.integer] | int
 Intervals = tuple[Ints, Ints]
@@ -96,19 +97,6 @@ class Binding:
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """The runs of one grain, repeats expanded, as columns."""
-
-    src_region: Ints
-    src_offset: Ints
-    src_lane: Ints
-    dst_region: Ints
-    dst_offset: Ints
-    dst_lane: Ints
-    length: Ints
-
-
-@dataclass(frozen=True)
 class _Range:
     """Tokens of one need in one group: copied intervals, the first one wanted, the first that its layers really read."""
 
@@ -132,8 +120,8 @@ class Binder:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._edges = tuple(tuple(_columns(grain.runs) for grain in edge.grains) for edge in plan.edges)
-        self._fills = tuple(tuple(_columns(grain.runs) for grain in fill.grains) for fill in plan.fills)
+        self._edges = tuple(tuple(expanded(grain.runs) for grain in edge.grains) for edge in plan.edges)
+        self._fills = tuple(tuple(expanded(grain.runs) for grain in fill.grains) for fill in plan.fills)
         self._src_groups: dict[int, Group] = {}
         for edge in plan.edges:
             group = plan.sources[edge.source].group(edge.src_group)
@@ -239,7 +227,7 @@ class Binder:
         _, _, region, offset, length = _merged(parts)
         return Fills(region, offset, length)
 
-    def _place(self, columns: _Columns, tiles: Tiles) -> tuple[Ints, ...]:
+    def _place(self, columns: Columns, tiles: Tiles) -> tuple[Ints, ...]:
         """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged."""
         src = self._moved(columns.src_lane, tiles.src_block, tiles.src_tile) + columns.src_offset[:, None]
         dst = self._moved(columns.dst_lane, tiles.dst_block, tiles.dst_tile) + columns.dst_offset[:, None]
@@ -264,39 +252,20 @@ class Binder:
 
     def _useful(self, request: Request, ranges: _Ranges) -> int:
         """Bytes that the consumer's layers will read, of those that are copied."""
-        total = 0
+        total = 0.0
         for i, edge in enumerate(self.plan.edges):
             entry = int(self._edges[i][-1].length.sum())
             found = ranges.needs.get((edge.dst_group, edge.need))
             if edge.grains[0].tokens == 0:
                 total += entry if request.start < request.tokens else 0
             elif found is not None:
-                total += entry * (request.tokens - max(found.first, request.start)) // self.plan.needs[edge.need].per_entry
-        return total
+                total += entry * _entries_read(self.plan.needs[edge.need], request, found.first)
+        return int(total)
 
 
 def bind(plan: Plan, request: Request) -> Binding:
     """Bind one request; for many, keep a Binder."""
     return Binder(plan).bind(request)
-
-
-def _columns(runs: Sequence[Run]) -> _Columns:
-    count = np.array([int(np.prod([c for c, _, _ in r.repeats])) for r in runs], np.int64)
-    src = [spread(r.src_offset, [(c, s) for c, s, _ in r.repeats]) for r in runs]
-    dst = [spread(r.dst_offset, [(c, d) for c, _, d in r.repeats]) for r in runs]
-
-    def column(values: Sequence[int]) -> Ints:
-        return np.repeat(np.array(values, np.int64), count)
-
-    return _Columns(
-        column([r.src_region for r in runs]),
-        np.concatenate(src) if src else np.empty(0, np.int64),
-        column([r.src_lane for r in runs]),
-        column([r.dst_region for r in runs]),
-        np.concatenate(dst) if dst else np.empty(0, np.int64),
-        column([r.dst_lane for r in runs]),
-        column([r.length for r in runs]),
-    )
 
 
 def _merged(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -336,6 +305,13 @@ def _wanted(need: Need, group: Group, request: Request) -> tuple[int, int, int]:
     high = -(-request.tokens // per_entry) if need.partial else request.tokens // per_entry
     low = max(low, request.start) // per_entry * per_entry
     return max(first, request.start), low, max(low, high * per_entry)
+
+
+def _entries_read(need: Need, request: Request, first: int) -> float:
+    """Entries that layers read: complete ones, or, of opaque cells, the share that holds tokens they look at."""
+    if need.partial:
+        return (request.tokens - first) / need.per_entry
+    return max(0, request.tokens // need.per_entry - first // need.per_entry)
 
 
 def _covers(table: Ints, blocks: int, group: Group, name: str) -> None:

@@ -18,9 +18,10 @@ from typing import Final
 import numpy as np
 
 from kvferry.errors import ProofError
-from kvferry.manifest.schema import Axis, Group, Layer, Manifest, Part, Reach, Region, Shape, TokenPaged
+from kvferry.manifest.schema import Axis, Group, Layer, Manifest, Part, Reach, Shape, TokenPaged
+from kvferry.plan.columns import expanded
 from kvferry.plan.schema import Edge, Fill, Grain, Plan, Run
-from kvferry.strided import Digits, Ints, canonical, cut, merge, offsets, size, span, spread
+from kvferry.strided import Digits, Ints, canonical, cut, merge, offsets, size
 
 MAX_RUNS: Final = 1 << 21
 MAX_PIECES: Final = 1 << 18
@@ -51,7 +52,10 @@ class _Prover:
         self.src_base = [_bases(s) for s in self.sources]
         self.groups = {g.id: g for g in consumer.groups}
         self.block_bytes = _block_bytes(consumer)
+        self.lanes: list[LaneKey] = [(lane.block_stride, canonical(lane.digits)) for lane in plan.lanes]
         self._slots_of: dict[int, dict[LaneKey, Triple]] = {}
+        self._expanded: dict[int, dict[tuple[LaneKey, LaneKey], Triple]] = {}
+        self._twins = list(self._find_twins())
         self._check_sides(producers)
         self._check_needs()
 
@@ -80,7 +84,7 @@ class _Prover:
     def _check_needs(self) -> None:
         """Every need is that of the layers it names, of all of them, and no other need is the same."""
         layers: dict[NeedKey, dict[str, None]] = defaultdict(dict)
-        for _, layer, part, other, _ in self._twins():
+        for _, layer, part, other, _ in self._twins:
             layers[_need_of(layer, self.consumer.shapes[part.shape], other.group)][layer.name] = None
         claimed = [self._need(i) for i in range(len(self.plan.needs))]
         if len(set(claimed)) < len(claimed):
@@ -91,7 +95,7 @@ class _Prover:
                 wrong = sorted(names.keys() ^ set(need.layers)) or [*need.layers[:1], "no layer"]
                 raise ProofError(f"{wrong[0]}: is not one of the layers whose need the plan says it is, or is left out")
 
-    def _twins(self) -> Iterable[tuple[int, Layer, Part, Layer, Part]]:
+    def _find_twins(self) -> Iterable[tuple[int, Layer, Part, Layer, Part]]:
         """Parts of the consumer with those of the same name of the sources: source, layer, part, its layer, its part."""
         for index, source in enumerate(self.sources):
             held = {layer.name: layer for layer in source.layers}
@@ -104,37 +108,59 @@ class _Prover:
 
     def check_claims(self) -> None:
         """Every index refers to something, every run stays in its regions, and expanding them stays within bounds."""
-        plan = self.plan
         total = 0
-        for flow in plan.flows:
+        for flow in self.plan.flows:
             self._check_flow(flow)
-            sides = (self.sources[flow.source] if isinstance(flow, Edge) else self.consumer, self.consumer)
             group = self.groups[flow.dst_group if isinstance(flow, Edge) else flow.group]
             for grain in flow.grains:
-                moved = 0
-                for run in grain.runs:
-                    count = size((c, 0) for c, _, _ in run.repeats)
-                    total += count
-                    moved += count * run.length
-                    if total > MAX_RUNS:
-                        raise ProofError(f"the plan has more than {MAX_RUNS:,} runs a tile")
-                    if max(run.src_lane, run.dst_lane) >= len(plan.lanes):
-                        raise ProofError("a run refers to a lane that the plan does not have")
-                    if run.src_region >= len(sides[0].regions) or run.dst_region >= len(self.dst_base):
-                        raise ProofError("a run refers to a region that its rank does not have")
-                    self._check_tiles(flow, grain, run)
-                    self._check_reach(group, run, sides[0].regions[run.src_region])
+                counts = [prod(c for c, _, _ in run.repeats) for run in grain.runs]
+                total += sum(counts)
+                if total > MAX_RUNS:
+                    raise ProofError(f"the plan has more than {MAX_RUNS:,} runs a tile")
+                self._check_indices(flow, grain)
+                self._check_reach(flow, grain, group)
+                moved = sum(count * run.length for count, run in zip(counts, grain.runs, strict=True))
                 if moved * max(group.tokens, 1) > self.block_bytes[group.id] * max(grain.tokens, 1):
-                    where = self._whereabouts(group.id, self.dst_base[run.dst_region] + run.dst_offset)
+                    where = self._run_whereabouts(group, grain.runs[-1])
                     raise ProofError(f"{where}: a tile of {grain.tokens} tokens would get {moved:,} bytes, more than it has")
 
-    def _check_reach(self, group: Group, run: Run, src: Region) -> None:
-        dst = self.consumer.regions[run.dst_region]
-        for region, offset, side in ((src, run.src_offset, 1), (dst, run.dst_offset, 2)):
-            end = offset + span((r[0], r[side]) for r in run.repeats) + run.length
-            if end > region.length:
-                where = self._whereabouts(group.id, self.dst_base[run.dst_region] + run.dst_offset)
-                raise ProofError(f"{where}: a run reaches byte {end:,} of region {region.name}, which has {region.length:,}")
+    def _check_indices(self, flow: Edge | Fill, grain: Grain) -> None:
+        dst = self.groups[flow.dst_group if isinstance(flow, Edge) else flow.group]
+        src = self.sources[flow.source].group(flow.src_group) if isinstance(flow, Edge) else dst
+        src_regions = len((self.sources[flow.source] if isinstance(flow, Edge) else self.consumer).regions)
+        if max(run.src_region for run in grain.runs) >= src_regions:
+            raise ProofError("a run refers to a region that its source does not have")
+        if max(run.dst_region for run in grain.runs) >= len(self.dst_base):
+            raise ProofError("a run refers to a region that the consumer does not have")
+        lanes = {(src.id, src.tokens, run.src_lane): run for run in grain.runs}
+        lanes |= {(dst.id, dst.tokens, run.dst_lane): run for run in grain.runs}
+        for (group, tokens, lane), run in lanes.items():
+            if lane >= len(self.lanes):
+                raise ProofError("a run refers to a lane that the plan does not have")
+            tiles = size(self.lanes[lane][1])
+            if tiles * grain.tokens != tokens or (tokens == 0 and tiles != 1):
+                where = self._run_whereabouts(dst, run)
+                raise ProofError(
+                    f"{where}: a lane of {tiles} tiles of {grain.tokens} tokens does not make a block of group {group}"
+                )
+
+    def _check_reach(self, flow: Edge | Fill, grain: Grain, group: Group) -> None:
+        src_regions = (self.sources[flow.source] if isinstance(flow, Edge) else self.consumer).regions
+        dst_regions = self.consumer.regions
+        for run in grain.runs:
+            src, dst = run.src_offset + run.length, run.dst_offset + run.length
+            for count, src_stride, dst_stride in run.repeats:
+                src += (count - 1) * src_stride
+                dst += (count - 1) * dst_stride
+            for end, region in ((src, src_regions[run.src_region]), (dst, dst_regions[run.dst_region])):
+                if end > region.length:
+                    where = self._run_whereabouts(group, run)
+                    raise ProofError(
+                        f"{where}: a run reaches byte {end:,} of region {region.name}, which has {region.length:,}"
+                    )
+
+    def _run_whereabouts(self, group: Group, run: Run) -> str:
+        return self._whereabouts(group.id, self.dst_base[run.dst_region] + run.dst_offset)
 
     def _check_flow(self, flow: Edge | Fill) -> None:
         plan = self.plan
@@ -160,28 +186,23 @@ class _Prover:
         if not all(g.runs for g in flow.grains):
             raise ProofError(f"a grain of {tokens} tokens has no runs")
 
-    def _check_tiles(self, flow: Edge | Fill, grain: Grain, run: Run) -> None:
-        dst = self.groups[flow.dst_group if isinstance(flow, Edge) else flow.group]
-        src = self.sources[flow.source].group(flow.src_group) if isinstance(flow, Edge) else dst
-        for group, lane in ((src, run.src_lane), (dst, run.dst_lane)):
-            tiles = size(self.plan.lanes[lane].digits)
-            if tiles * grain.tokens != group.tokens and not (grain.tokens == group.tokens == 0 and tiles == 1):
-                raise ProofError(f"a lane of {tiles} tiles of {grain.tokens} tokens does not make a block of group {group.id}")
-
     def _expand(self, flow: Edge | Fill, grain: Grain) -> dict[tuple[LaneKey, LaneKey], Triple]:
         """All runs of a tile by their lanes, as (source, destination, length) on the ranks' lines of addresses."""
+        known = self._expanded.get(id(grain))
+        if known is not None:
+            return known
         src_base = self.src_base[flow.source] if isinstance(flow, Edge) else self.dst_base
+        runs = expanded(grain.runs)
+        src = np.array(src_base, np.int64)[runs.src_region] + runs.src_offset
+        dst = np.array(self.dst_base, np.int64)[runs.dst_region] + runs.dst_offset
+        pair = runs.src_lane * len(self.lanes) + runs.dst_lane
         out: dict[tuple[LaneKey, LaneKey], list[Triple]] = defaultdict(list)
-        for run in grain.runs:
-            src = spread(src_base[run.src_region] + run.src_offset, [(c, s) for c, s, _ in run.repeats])
-            dst = spread(self.dst_base[run.dst_region] + run.dst_offset, [(c, d) for c, _, d in run.repeats])
-            lanes = self._lane(run.src_lane), self._lane(run.dst_lane)
-            out[lanes].append((src, dst, np.full(len(src), run.length, np.int64)))
-        return {lanes: _concatenate(triples) for lanes, triples in out.items()}
-
-    def _lane(self, index: int) -> LaneKey:
-        lane = self.plan.lanes[index]
-        return lane.block_stride, canonical(lane.digits)
+        for code in np.unique(pair).tolist():
+            mine = pair == code
+            src_lane, dst_lane = divmod(code, len(self.lanes))
+            out[self.lanes[src_lane], self.lanes[dst_lane]].append((src[mine], dst[mine], runs.length[mine]))
+        found = self._expanded[id(grain)] = {lanes: _concatenate(triples) for lanes, triples in out.items()}
+        return found
 
     def _need(self, index: int) -> NeedKey:
         need = self.plan.needs[index]
@@ -210,23 +231,26 @@ class _Prover:
 
     def _right_copies(self) -> dict[Tag, Triple]:
         """All copies of one entry, in block 0, that join equal meanings; merged, by destination."""
-        parts: dict[Tag, list[Triple]] = defaultdict(list)
-        total = 0
-        for index, layer, part, other, twin in self._twins():
+        alike: dict[tuple[Tag, int, int], list[tuple[int, int]]] = defaultdict(list)
+        for index, layer, part, other, twin in self._twins:
             src_shape, shape = self.sources[index].shapes[twin.shape], self.consumer.shapes[part.shape]
             if layer.reach != other.reach or not _same_meaning(src_shape, shape):
                 identity = self.sources[index].identity
                 raise ProofError(f"{layer.name} {part.name}: {identity} holds something else under this name")
-            src, dst, length = _overlay(src_shape, shape)
-            total += len(length)
+            need = _need_of(layer, shape, other.group)
+            tag = (index, other.group, layer.group, need, _lane_of(twin, src_shape), _lane_of(part, shape))
+            src_at = self.src_base[index][twin.region] + twin.offset
+            alike[tag, twin.shape, part.shape].append((src_at, self.dst_base[part.region] + part.offset))
+        parts: dict[Tag, list[Triple]] = defaultdict(list)
+        total = 0
+        for (tag, src_index, dst_index), places in alike.items():
+            src, dst, length = _overlay(self.sources[tag[0]].shapes[src_index], self.consumer.shapes[dst_index])
+            total += len(length) * len(places)
             if total > MAX_RUNS:
-                raise ProofError(f"{layer.name} {part.name}: more than {MAX_RUNS:,} runs would be right in one tile")
+                raise ProofError(f"group {tag[2]}: more than {MAX_RUNS:,} runs would be right in one tile")
+            at = np.array(places, np.int64)
             if len(length):
-                need = _need_of(layer, shape, other.group)
-                tag = (index, other.group, layer.group, need, _lane_of(twin, src_shape), _lane_of(part, shape))
-                src_at = self.src_base[index][twin.region] + twin.offset
-                dst_at = self.dst_base[part.region] + part.offset
-                parts[tag].append((src + src_at, dst + dst_at, length))
+                parts[tag].append(((at[:, :1] + src).reshape(-1), (at[:, 1:] + dst).reshape(-1), np.tile(length, len(places))))
         return {tag: _sorted_and_merged(_concatenate(triples)) for tag, triples in parts.items()}
 
     def check_tiling(self) -> None:
@@ -262,7 +286,8 @@ class _Prover:
         slots = self._slots_by_lane(fill.group)
         for (src_lane, dst_lane), (src, dst, n) in self._expand(fill, fill.grains[-1]).items():
             if src_lane != dst_lane or not np.array_equal(src, dst):
-                raise ProofError(f"group {fill.group}: a fill must have the destination on both sides")
+                where = self._whereabouts(fill.group, int(dst[0]))
+                raise ProofError(f"{where}: a fill must have the destination on both sides")
             here = slots.get(dst_lane)
             at = np.searchsorted(here[1], dst, side="right") - 1 if here is not None else None
             if here is None or at is None or not ((at >= 0) & (dst + n <= here[1][at] + here[2][at])).all():
@@ -309,14 +334,14 @@ class _Prover:
                     raise ProofError(f"{where}: tiles of {coarse.tokens} tokens differ from those of {fine.tokens}")
 
     def _whereabouts(self, group: int, address: int) -> str:
-        """The layer, part, axis and index of a destination byte of block 0, for an error."""
-        for layer in self.consumer.layers:
-            for part in layer.parts if layer.group == group else ():
-                shape = self.consumer.shapes[part.shape]
-                inside = address - self.dst_base[part.region] - part.offset
-                found = _coordinates(shape, inside)
-                if found is not None:
-                    return f"{layer.name} {part.name} {found}"
+        """The layer, part, axis and index of a destination byte of block 0, or of the byte before it, for an error."""
+        for at, side in ((address, ""), (address - 1, "behind ")):
+            for layer in self.consumer.layers:
+                for part in layer.parts if layer.group == group else ():
+                    inside = at - self.dst_base[part.region] - part.offset
+                    found = _coordinates(self.consumer.shapes[part.shape], inside)
+                    if found is not None:
+                        return f"{side}{layer.name} {part.name} {found}"
         return f"group {group}, byte {address - max(b for b in self.dst_base if b <= address)} of its region"
 
 
@@ -400,7 +425,12 @@ def _need_of(layer: Layer, shape: Shape, src_group: int) -> NeedKey:
 
 
 def _lane_of(part: Part, shape: Shape) -> LaneKey:
-    return part.block_stride, canonical(shape.token.digits) if shape.token else ()
+    return part.block_stride, _token_digits(shape)
+
+
+@lru_cache(maxsize=4096)
+def _token_digits(shape: Shape) -> Digits:
+    return canonical(shape.token.digits) if shape.token else ()
 
 
 def _line(shape: Shape, order: Sequence[str], live: bool) -> tuple[Ints, Ints, int]:

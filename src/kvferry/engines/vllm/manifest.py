@@ -139,7 +139,8 @@ def _group(index: int, group: VllmGroup, kv_caches: Mapping[str, Tensor], worker
     if _kind(spec) == "MambaSpec":
         return Group(index, StatePaged(), worker.blocks, hashed=hashed)
     if _kind(spec) not in TOKEN_SPECS:
-        raise ManifestError(f"{where}: a cache of spec {_kind(spec)} is not supported; supported: {', '.join(TOKEN_SPECS)}")
+        supported = ", ".join(("MambaSpec", *sorted(TOKEN_SPECS)))
+        raise ManifestError(f"{where}: a cache of spec {_kind(spec)} is not supported; supported: {supported}")
     kernel_blocks = _kernel_blocks(where, kv_caches[names[0]], spec, worker) if names else 1
     return Group(index, TokenPaged(spec.block_size, kernel_blocks), worker.blocks, _keeps(spec), hashed)
 
