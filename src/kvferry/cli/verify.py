@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvferry.errors import MismatchError, ProofError, SideError
-from kvferry.manifest import Manifest
 from kvferry.models import ModelShape, Side, legal, load_model, manifests, zoo_names
 from kvferry.plan import Fleet, make_plans
 
@@ -118,7 +117,7 @@ def prove_pairs(name: str, prefill: Side, decodes: Sequence[Side]) -> list[Pair]
             out.append(Pair(*named, "skipped", reason))
             continue
         try:
-            plans = make_plans(_manifests(name, decode), _fleet(name, prefill))
+            plans = make_plans(_fleet(name, decode, "decode"), _fleet(name, prefill, "prefill"))
         except MismatchError as error:
             out.append(Pair(*named, "skipped", str(error.mismatches[0])))
             continue
@@ -141,13 +140,8 @@ def _model(name: str) -> ModelShape:
 
 
 @lru_cache(maxsize=64)
-def _manifests(name: str, side: Side) -> tuple[Manifest, ...]:
-    return manifests(_model(name), side, engine="decode")
-
-
-@lru_cache(maxsize=4)
-def _fleet(name: str, side: Side) -> Fleet:
-    return Fleet(manifests(_model(name), side, engine="prefill"))
+def _fleet(name: str, side: Side, engine: str) -> Fleet:
+    return Fleet(manifests(_model(name), side, engine=engine))
 
 
 def _print(console: Console, pairs: Sequence[Pair], summary: dict[str, int]) -> None:

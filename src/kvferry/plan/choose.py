@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
@@ -45,17 +44,27 @@ class Fleet:
             name: kinds.setdefault(tuple((index, signature(layer)) for index, layer in held), len(kinds))
             for name, held in self.holders.items()
         }
+        self._boxes: dict[tuple[object, ...], tuple[tuple[int, Box], ...]] = {}
 
     def part_boxes(self, consumer: Manifest, layer: Layer, part: int) -> tuple[tuple[int, Box], ...]:
         """The boxes of a consumer's part, each with the producer rank to read it from."""
         mine = layer.parts[part]
-        held = []
-        for index, other in self.holders.get(layer.name, ()):
-            found = next((p for p in other.parts if p.name == mine.name), None)
-            if found is not None:
-                held.append((index, owned_box(consumer.shapes[mine.shape], self.manifests[index].shapes[found.shape])))
         shape = consumer.shapes[mine.shape]
-        return _assign(live_box(shape), tuple(held), turn(shape, consumer.identity.rank))
+        wanted, place = live_box(shape), turn(shape, consumer.identity.rank)
+        key = (self.alike.get(layer.name, -1), mine.name, tuple(a.name for a in shape.axes), wanted, place)
+        found = self._boxes.get(key)
+        if found is None:
+            found = self._boxes[key] = _assign(wanted, self._held(layer.name, mine.name, shape), place)
+        return found
+
+    def _held(self, layer: str, part: str, shape: Shape) -> list[tuple[int, Box]]:
+        """What each rank holds of a part, its axes in the order of `shape`'s."""
+        return [
+            (index, owned_box(shape, self.manifests[index].shapes[twin.shape]))
+            for index, other in self.holders.get(layer, ())
+            for twin in other.parts
+            if twin.name == part
+        ]
 
 
 def base(layer: Layer) -> tuple[int, int]:
@@ -108,8 +117,7 @@ def turn(shape: Shape, rank: Rank) -> int:
     return rank.pp * readers + rank.tp % readers
 
 
-@lru_cache(maxsize=65536)
-def _assign(wanted: Box, held: tuple[tuple[int, Box], ...], place: int) -> tuple[tuple[int, Box], ...]:
+def _assign(wanted: Box, held: Sequence[tuple[int, Box]], place: int) -> tuple[tuple[int, Box], ...]:
     """Cut `wanted` at the holders' borders and give every cell to one holder; readers of a cell go to replicas in turn."""
     cuts = []
     for axis, (start, stop) in enumerate(wanted):
@@ -182,6 +190,7 @@ def routes(producers: Sequence[Manifest] | Fleet, consumers: Sequence[Manifest])
     """For every producer rank, its readers; the ranks without any are dealt to the consumer's ranks in turn."""
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
     for consumer in consumers:
+        check_manifest(consumer)
         refuse_mismatches(consumer, fleet)
     return dealt(fleet, {c.identity.rank: sources_of(c, fleet) for c in consumers})
 
@@ -197,11 +206,10 @@ def dealt(fleet: Fleet, read: Mapping[Rank, Set[int]]) -> tuple[Route, ...]:
 
 
 def refuse_mismatches(consumer: Manifest, fleet: Fleet) -> None:
-    """Raise MismatchError with all reasons why `consumer` cannot be loaded from the fleet.
+    """Raise MismatchError with all reasons why a checked `consumer` cannot be loaded from the fleet.
 
     Layers that lie alike match alike: one of each class is compared, and all of them only for the list of an error.
     """
-    check_manifest(consumer)
     engines = compare_engines(consumer, fleet.manifests)
     some = representatives(consumer, fleet)
     absent = [layer for layer in consumer.layers if layer.name not in fleet.holders]

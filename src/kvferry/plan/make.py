@@ -17,6 +17,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvferry.errors import ProofError
+from kvferry.manifest.check import check_manifest
 from kvferry.manifest.schema import Layer, Manifest, Part, Reach, Shape
 from kvferry.plan.choose import Box, Fleet, base, dealt, live_box, refuse_mismatches, routes, scratch_boxes, signature
 from kvferry.plan.prove import prove
@@ -89,15 +90,19 @@ def make_plan(
     Raises MismatchError with every mismatch, ManifestError for a manifest that contradicts itself, ProofError.
     """
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
-    mine = consumer.identity.rank
+    check_manifest(consumer)
     plan = _plan(consumer, fleet, proof)
+    mine = consumer.identity.rank
     return replace(plan, tells=tuple(r.producer for r in routes(fleet, consumers or (consumer,)) if r.teller == mine))
 
 
-def make_plans(consumers: Sequence[Manifest], producers: Sequence[Manifest] | Fleet, *, proof: bool = True) -> tuple[Plan, ...]:
-    """The plans of all ranks of a consumer, as `make_plan` gives them one by one."""
+def make_plans(
+    consumers: Sequence[Manifest] | Fleet, producers: Sequence[Manifest] | Fleet, *, proof: bool = True
+) -> tuple[Plan, ...]:
+    """The plans of all ranks of a consumer, in the order of their ordinals, as `make_plan` gives them one by one."""
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
-    plans = [_plan(c, fleet, proof) for c in consumers]
+    readers = consumers if isinstance(consumers, Fleet) else Fleet(consumers)
+    plans = [_plan(c, fleet, proof) for c in readers.manifests]
     index = {m.identity: i for i, m in enumerate(fleet.manifests)}
     read = {p.consumer.identity.rank: {index[s.identity] for s in p.sources} for p in plans}
     told = {r.producer: r.teller for r in dealt(fleet, read)}

@@ -16,6 +16,7 @@ from math import prod
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import ProofError
 from kvferry.manifest.schema import Axis, Group, Layer, Manifest, Part, Reach, Shape, TokenPaged
@@ -188,21 +189,33 @@ class _Prover:
 
     def _expand(self, flow: Edge | Fill, grain: Grain) -> dict[tuple[LaneKey, LaneKey], Triple]:
         """All runs of a tile by their lanes, as (source, destination, length) on the ranks' lines of addresses."""
-        known = self._expanded.get(id(grain))
-        if known is not None:
-            return known
-        src_base = self.src_base[flow.source] if isinstance(flow, Edge) else self.dst_base
-        runs = expanded(grain.runs)
-        src = np.array(src_base, np.int64)[runs.src_region] + runs.src_offset
-        dst = np.array(self.dst_base, np.int64)[runs.dst_region] + runs.dst_offset
-        pair = runs.src_lane * len(self.lanes) + runs.dst_lane
+        if not self._expanded:
+            self._expand_all()
+        return self._expanded[id(grain)]
+
+    def _expand_all(self) -> None:
+        """Expand all runs of the plan at once, then take them apart by grain and lanes."""
+        grains = [(flow, grain) for flow in self.plan.flows for grain in flow.grains]
+        runs = expanded([run for _, grain in grains for run in grain.runs])
+        counts = [sum(prod(c for c, _, _ in run.repeats) for run in grain.runs) for _, grain in grains]
+        dst_all = np.array(self.dst_base, np.int64)[runs.dst_region] + runs.dst_offset
+        pairs = runs.src_lane * len(self.lanes) + runs.dst_lane
+        stop = 0
+        for (flow, grain), count in zip(grains, counts, strict=True):
+            mine = slice(stop, stop := stop + count)
+            base = self.src_base[flow.source] if isinstance(flow, Edge) else self.dst_base
+            src = np.array(base, np.int64)[runs.src_region[mine]] + runs.src_offset[mine]
+            found = self._by_lanes(pairs[mine], (src, dst_all[mine], runs.length[mine]))
+            self._expanded[id(grain)] = found
+
+    def _by_lanes(self, pairs: Ints, triple: Triple) -> dict[tuple[LaneKey, LaneKey], Triple]:
+        codes = [int(pairs[0])] if (pairs == pairs[0]).all() else np.unique(pairs).tolist()
         out: dict[tuple[LaneKey, LaneKey], list[Triple]] = defaultdict(list)
-        for code in np.unique(pair).tolist():
-            mine = pair == code
+        for code in codes:
             src_lane, dst_lane = divmod(code, len(self.lanes))
-            out[self.lanes[src_lane], self.lanes[dst_lane]].append((src[mine], dst[mine], runs.length[mine]))
-        found = self._expanded[id(grain)] = {lanes: _concatenate(triples) for lanes, triples in out.items()}
-        return found
+            some = triple if len(codes) == 1 else _where(pairs == code, triple)
+            out[self.lanes[src_lane], self.lanes[dst_lane]].append(some)
+        return {lanes: triples[0] if len(triples) == 1 else _concatenate(triples) for lanes, triples in out.items()}
 
     def _need(self, index: int) -> NeedKey:
         need = self.plan.needs[index]
@@ -369,6 +382,10 @@ def _concatenate(triples: Sequence[Triple]) -> Triple:
     return tuple(np.concatenate(column) for column in zip(*triples, strict=True))  # type: ignore[return-value]
 
 
+def _where(some: npt.NDArray[np.bool_], triple: Triple) -> Triple:
+    return triple[0][some], triple[1][some], triple[2][some]
+
+
 def _sorted_and_merged(triple: Triple) -> Triple:
     src, dst, length = triple
     order = np.argsort(dst, kind="stable")
@@ -490,8 +507,7 @@ def _overlay(src: Shape, dst: Shape) -> Triple:
     start = np.maximum(src_line[other], dst_line[mine])
     stop = np.minimum(src_line[other] + src_length, dst_line[mine] + dst_length)
     triple = (start - src_line[other] + src_memory[other], start - dst_line[mine] + dst_memory[mine], stop - start)
-    some = start < stop
-    return _sorted_and_merged((triple[0][some], triple[1][some], triple[2][some]))
+    return _sorted_and_merged(_where(start < stop, triple))
 
 
 @lru_cache(maxsize=4096)
