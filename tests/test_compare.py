@@ -91,12 +91,12 @@ def test_sides_that_hold_the_same_state_have_no_mismatch():
         (
             OpaqueState("flash", 64),
             OpaqueState("triton", 64),
-            "L bytes: private layout 'flash' there, 'triton' here; the same backend must run on both sides",
+            "L bytes: opaque cells 'flash' of 64 bytes there, opaque cells 'triton' of 64 bytes here; run the same backend",
         ),
         (
             OpaqueState("flash", 64),
             OpaqueState("flash", 72),
-            "L bytes: opaque in opaque cells 'flash' of 64 bytes there, opaque in opaque cells 'flash' of 72 bytes here",
+            "L bytes: opaque cells 'flash' of 64 bytes there, opaque cells 'flash' of 72 bytes here",
         ),
         (
             Attention(4, 8, reach=Window(128)),
@@ -156,7 +156,7 @@ def test_opaque_cells_of_other_kernel_blocks_say_what_to_do():
     consumers = side("d", {"L": OpaqueCells("flash", 10)}, Layout(block=8))
     found = [str(m) for m in compare(consumers[0], producers)]
     assert any("an entry stands for 16 tokens there, 8 here; opaque cells cannot be cut" in f for f in found)
-    assert any("'flash/16' of 160 bytes there, opaque in opaque cells 'flash/8' of 80 bytes here" in f for f in found)
+    assert any("'flash/16' of 160 bytes there, opaque cells 'flash/8' of 80 bytes here" in f for f in found)
 
 
 def test_a_layer_that_no_producer_holds_is_named_unless_it_is_not_required():

@@ -140,9 +140,9 @@ def _axes(there: Axis, here: Axis) -> Iterator[str]:
 
 
 def _elements(there: Element, here: Element) -> Iterator[str]:
-    if (there.dtype, there.bytes) != (here.dtype, here.bytes):
+    if there.opaque or here.opaque:
+        yield f"{there} there, {here} here; run the same backend with the same kernel block on both sides"
+    elif there.dtype != here.dtype:
         yield f"{there} there, {here} here; cache dtypes must be equal on both sides"
-    elif there.opaque != here.opaque:
-        yield f"private layout '{there.opaque}' there, '{here.opaque}' here; the same backend must run on both sides"
     else:
         yield f"scales {there.scales} there, {here.scales} here; the same bytes would mean different numbers"

@@ -183,9 +183,9 @@ class Element(Struct, frozen=True, forbid_unknown_fields=True):
     opaque: Label = ""
 
     def __str__(self) -> str:
-        scales = f" scaled by {', '.join(f'{s:g}' for s in self.scales)}" if self.scales else ""
-        cell = f" in opaque cells '{self.opaque}' of {self.bytes} bytes" if self.opaque else ""
-        return f"{self.dtype}{scales}{cell}"
+        if self.opaque:
+            return f"opaque cells '{self.opaque}' of {self.bytes} bytes"
+        return f"{self.dtype} scaled by {', '.join(f'{s:g}' for s in self.scales)}" if self.scales else self.dtype
 
 
 class Shape(Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ The choice depends on manifests alone, so every rank of both sides arrives at th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -54,10 +54,10 @@ class Fleet:
         key = (self.alike.get(layer.name, -1), mine.name, tuple(a.name for a in shape.axes), wanted, place)
         found = self._boxes.get(key)
         if found is None:
-            found = self._boxes[key] = _assign(wanted, self._held(layer.name, mine.name, shape), place)
+            found = self._boxes[key] = _assign(wanted, self.held(layer.name, mine.name, shape), place)
         return found
 
-    def _held(self, layer: str, part: str, shape: Shape) -> list[tuple[int, Box]]:
+    def held(self, layer: str, part: str, shape: Shape) -> list[tuple[int, Box]]:
         """What each rank holds of a part, its axes in the order of `shape`'s."""
         return [
             (index, owned_box(shape, self.manifests[index].shapes[twin.shape]))
@@ -117,18 +117,18 @@ def turn(shape: Shape, rank: Rank) -> int:
     return rank.pp * readers + rank.tp % readers
 
 
-def _assign(wanted: Box, held: Sequence[tuple[int, Box]], place: int) -> tuple[tuple[int, Box], ...]:
-    """Cut `wanted` at the holders' borders and give every cell to one holder; readers of a cell go to replicas in turn."""
+def _cells(wanted: Box, held: Sequence[tuple[int, Box]]) -> Iterator[tuple[Box, list[int]]]:
+    """`wanted` cut at the holders' borders, each cell with those who hold it."""
     cuts = []
     for axis, (start, stop) in enumerate(wanted):
-        points = {start, stop, *(p for _, box in held for p in box[axis] if start < p < stop)}
-        ordered = sorted(points)
-        cuts.append(list(pairwise(ordered)))
-    cells: list[tuple[int, Box]] = []
+        cuts.append(list(pairwise(sorted({start, stop, *(p for _, box in held for p in box[axis] if start < p < stop)}))))
     for cell in product(*cuts):
-        holders = [h for h, box in held if all(a <= c and d <= b for (a, b), (c, d) in zip(box, cell, strict=True))]
-        if holders:
-            cells.append((holders[place % len(holders)], cell))
+        yield cell, [h for h, box in held if all(a <= c and d <= b for (a, b), (c, d) in zip(box, cell, strict=True))]
+
+
+def _assign(wanted: Box, held: Sequence[tuple[int, Box]], place: int) -> tuple[tuple[int, Box], ...]:
+    """Every cell of `wanted` with one holder; readers of a cell go to replicas in turn."""
+    cells = [(holders[place % len(holders)], cell) for cell, holders in _cells(wanted, held) if holders]
     for axis in range(len(wanted)):
         cells = _glue(cells, axis)
     return tuple(cells)
@@ -156,25 +156,15 @@ def missing(consumer: Manifest, fleet: Fleet) -> tuple[Mismatch, ...]:
         for i, part in enumerate(layer.parts):
             shape = consumer.shapes[part.shape]
             live = live_box(shape)
-            got = [box for _, box in fleet.part_boxes(consumer, layer, i)]
-            if sum(map(volume, got)) < volume(live):
-                for n, axis in enumerate(shape.axes):
-                    for low, high in _gaps(live[n], (box[n] for box in got)):
-                        found.append(
-                            Mismatch(f"{axis.name} [{low}, {high}) is held by no producer rank", layer.name, part.name)
-                        )
+            if sum(volume(box) for _, box in fleet.part_boxes(consumer, layer, i)) < volume(live):
+                lacking = [(0, cell) for cell, holders in _cells(live, fleet.held(layer.name, part.name, shape)) if not holders]
+                for n in range(len(live)):
+                    lacking = _glue(lacking, n)
+                for _, box in lacking:
+                    cuts = [n for n, (mine, all_) in enumerate(zip(box, live, strict=True)) if mine != all_] or [0]
+                    where = ", ".join(f"{shape.axes[n].name} [{box[n][0]}, {box[n][1]})" for n in cuts if box)
+                    found.append(Mismatch(f"{where or 'all of it'} is held by no producer rank", layer.name, part.name))
     return tuple(found)
-
-
-def _gaps(whole: Interval, covered: Iterable[Interval]) -> list[Interval]:
-    gaps, at = [], whole[0]
-    for start, stop in sorted(covered):
-        if start > at:
-            gaps.append((at, start))
-        at = max(at, stop)
-    if at < whole[1]:
-        gaps.append((at, whole[1]))
-    return gaps
 
 
 def sources_of(consumer: Manifest, fleet: Fleet) -> frozenset[int]:

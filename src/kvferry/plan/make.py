@@ -27,6 +27,9 @@ from kvferry.strided import Digits, JointDigits, borders, canonical, cut, fittin
 LONGEST_STEP = 32
 """A partial tile is cut at the next finer grain into at most about this many tiles."""
 
+MOST_RUNS = 1 << 19
+"""A grain with more runs than this in one tile is left out where there is a finer one."""
+
 Base = tuple[int, int]
 LaneKey = tuple[int, Digits]
 NeedKey = tuple[Reach, int, bool, int]
@@ -193,7 +196,7 @@ def _grains(shapes: Iterable[tuple[Shape, Shape]]) -> tuple[int, ...]:
 
 
 def _middle(above: int, below: int, edges: set[int]) -> int | None:
-    """A fitting tile between two grains, whose ratio to the finer one is nearest to half of LONGEST_STEP."""
+    """A fitting tile between two grains that makes the longer of the two steps as short as it can be."""
     ratio = above // below
     fitting = [
         d for d in range(2, ratio) if ratio % d == 0 and all((below * d) % e == 0 or e % (below * d) == 0 for e in edges)
@@ -289,7 +292,7 @@ def _worthwhile(levels: Sequence[tuple[int, tuple[_Piece, ...]]]) -> list[tuple[
     kept = [levels[-1]]
     for tokens, pieces in reversed(levels[:-1]):
         runs, finer = (sum(prod(c for c, _, _ in p.repeats) for p in found) for found in (pieces, kept[0][1]))
-        if runs < tokens // kept[0][0] * finer and runs <= MAX_ITEMS:
+        if runs < tokens // kept[0][0] * finer and runs <= MOST_RUNS:
             kept.insert(0, (tokens, pieces))
     return kept
 
