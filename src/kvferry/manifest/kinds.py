@@ -157,13 +157,13 @@ class Entries:
 
 
 def fixed_block(kind: LayerKind) -> int:
-    """Tokens of a block where the engine fixes them for this kind; 0 where the side chooses."""
-    return kind.block if isinstance(kind, Entries) else 0
+    """Tokens of a block where a kind's `block` says that the engine fixes them; 0 where the side chooses."""
+    return int(getattr(kind, "block", 0))
 
 
 def page_align(kind: LayerKind) -> int:
-    """Bytes that the engine pads a page of this kind to a multiple of, whatever the side's layout."""
-    return kind.page_align if isinstance(kind, Entries) else 1
+    """Bytes that a kind's `page_align` says a page is padded to a multiple of, whatever the side's layout."""
+    return int(getattr(kind, "page_align", 1))
 
 
 def _taps(kernel: int, layout: Layout) -> Extent:
