@@ -39,6 +39,10 @@ class BindError(KVFerryError):
     """A request whose block tables or token range do not fit the plan."""
 
 
+class TransportError(KVFerryError):
+    """A transport that cannot register, connect, prepare or carry: names the peer and the way out."""
+
+
 class ModelError(KVFerryError):
     """A model name or config.json from which no cache shapes can be derived."""
 

@@ -1,0 +1,139 @@
+"""How planned bytes travel: what every transport promises, and the order of calls.
+
+    consumer                                              producer
+    --------                                              --------
+    register(own storages)                                register(own storages)
+    connect(producer's metadata())        <-- exchanged, by whoever carries manifests
+    prepared = prepare(plan, source, peer)                (does nothing: reads are one-sided)
+    read = read(prepared, tiles, b"done 7")
+    poll(read) until it is not RUNNING                    notifications() -> (peer, b"done 7")
+    telemetry(read); release(read)
+    forget(peer) ... close()                              close()
+
+Who owns what, when:
+
+- A storage is registered once, before its metadata is exported, and stays allocated until `close`. Regions of a plan lie in
+  registered storages; addresses come from the manifests, never from a message.
+- From `read` on, the destination bytes belong to the transport. They are the caller's again when `poll` says DONE, or when
+  `release` returns True. After FAILED they are *not* safe yet: a read that timed out may still land. Until `release` returns
+  True the caller keeps those blocks quarantined, and asks again.
+- The source bytes must stay unchanged until the notification arrives: it is delivered after all bytes of its read, and only
+  if all of them arrived. A failed read delivers none.
+- A read carries all runs of one request from one source. It fails as a whole, with one `TransportError` that says which
+  peer, how far it came, and what to do.
+- A peer that dies or stops fails the reads from it within `timeout_s`; other peers are not affected. `forget` drops it; the
+  same peer connects again with new metadata.
+
+Nothing here decides which bytes move; transports take rows and indices from `kvferry.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, Protocol
+
+from kvferry.plan import Plan, Tiles
+
+
+class State(Enum):
+    """RUNNING: bytes are under way. DONE: all arrived, and the notification was sent. FAILED: see `error`."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One allocation to be registered."""
+
+    address: int
+    length: int
+    memory: Literal["dram", "vram"] = "dram"
+    device: int = 0
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """One read in numbers: runs after the transport merged neighbours, time to post them, time until the last byte."""
+
+    bytes: int
+    runs: int
+    posting_s: float
+    wire_s: float
+
+
+@dataclass(frozen=True)
+class Path:
+    """What really carries the bytes: the mechanism, whether it is a slow one, and the remedy if there is one."""
+
+    name: str
+    slow: bool = False
+    remedy: str = ""
+
+
+class Prepared(Protocol):
+    """A plan's edges from one source, ready for requests."""
+
+    @property
+    def peer(self) -> str: ...
+
+    @property
+    def rows(self) -> int:
+        """Strided rows prepared, on both sides together."""
+        ...
+
+
+class Read(Protocol):
+    """A read under way."""
+
+    @property
+    def peer(self) -> str: ...
+
+    @property
+    def error(self) -> str:
+        """Why it failed; empty unless it did."""
+        ...
+
+
+class Transport(Protocol):
+    """One rank's end of the wire. Not thread-safe: one thread calls it, apart from `notify`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def register(self, storages: Sequence[Storage]) -> None: ...
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach the registered storages. A bearer secret: it travels over authenticated channels."""
+        ...
+
+    def connect(self, metadata: bytes) -> str:
+        """Import a peer; returns the name by which it is known from now on."""
+        ...
+
+    def prepare(self, plan: Plan, source: int, peer: str) -> Prepared: ...
+
+    def read(self, prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> Read: ...
+
+    def poll(self, read: Read) -> State: ...
+
+    def telemetry(self, read: Read) -> Telemetry:
+        """Of a read that is DONE."""
+        ...
+
+    def release(self, read: Read) -> bool:
+        """Let go of a read that is not RUNNING, or give one up; True once its destination is safe."""
+        ...
+
+    def notify(self, peer: str, message: bytes) -> None: ...
+
+    def notifications(self) -> list[tuple[str, bytes]]: ...
+
+    def path(self, peer: str) -> Path: ...
+
+    def forget(self, peer: str) -> None: ...
+
+    def close(self) -> None: ...
