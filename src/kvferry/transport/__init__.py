@@ -1,5 +1,19 @@
 """How planned bytes travel: one contract, over NIXL between machines and in plain memory for tests and simulation."""
 
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport
+from kvferry.transport.inprocess import Harbour, InProcessTransport
+from kvferry.transport.nixl import NixlOptions, NixlTransport
 
-__all__ = ["Path", "Prepared", "Read", "State", "Storage", "Telemetry", "Transport"]
+__all__ = [
+    "Harbour",
+    "InProcessTransport",
+    "NixlOptions",
+    "NixlTransport",
+    "Path",
+    "Prepared",
+    "Read",
+    "State",
+    "Storage",
+    "Telemetry",
+    "Transport",
+]

@@ -1,0 +1,477 @@
+"""Reads over NIXL: strided rows prepared once, windows of merged descriptors, and destinations kept until nothing can land.
+
+NIXL lets go of a read that is still under way when asked to, and forgets a peer likewise, yet the bytes may land afterwards.
+So neither is asked of it before the read has ended: until then a failed read, and the peer it reads from, are kept here.
+For the same reason the notification is a message of its own, sent once every byte has been seen to arrive: NIXL would send
+one that is tied to a read also when a read that we gave up ends late.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import TransportError
+from kvferry.plan import Plan, Tiles
+from kvferry.plan.rows import PreparedRows, Rows
+from kvferry.transport import ucx
+from kvferry.transport.addresses import Placed, place
+from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry
+from kvferry.transport.metadata import Metadata, StorageEntry, decode_metadata, encode_metadata, this_host
+from kvferry.transport.windows import Merging, Window
+
+logger = logging.getLogger("kvferry.transport")
+
+CARRIER: Final = "nixl"
+MAX_ELEMENTS: Final = (1 << 31) - 1
+
+_MODULES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
+_MEMORY: Final = {"dram": "DRAM", "vram": "VRAM"}
+_LOCAL: Final = "NIXL_INIT_AGENT"
+
+
+@dataclass(frozen=True)
+class NixlOptions:
+    """How NIXL is run; every field has a default that is right where nothing is known.
+
+    `progress_thread` None: on where at least four cores are usable. It keeps emulated reads going while this process
+    computes, and burns a whole core for it, idle or not. Without it bytes move while `poll` and `notifications` are called.
+    `window`: descriptors in flight to one peer; some NICs' send queues overflow past 4,096.
+    `timeout_s`: how long a read may go without visible progress before it fails.
+    `backend_parameters` are NIXL's for the backend (for UCX: ucx_devices, num_workers, ucx_error_handling_mode); `ucx` are
+    UCX settings beside those of `kvferry.transport.ucx`, and neither overrides the operator's environment.
+    """
+
+    backend: str = "UCX"
+    progress_thread: bool | None = None
+    window: int = 4096
+    timeout_s: float = 30.0
+    backend_parameters: Mapping[str, str] = field(default_factory=dict)
+    ucx: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def progresses(self) -> bool:
+        return len(os.sched_getaffinity(0)) >= 4 if self.progress_thread is None else self.progress_thread
+
+
+@dataclass(frozen=True)
+class _Library:
+    """NIXL's Python interface, under whichever name it is installed."""
+
+    api: Any
+    errors: tuple[type[Exception], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class NixlPrepared:
+    """A plan's edges from one source as descriptor lists that NIXL holds."""
+
+    peer: str
+    rows: int
+    indices: PreparedRows
+    merging: Merging
+    src: Any
+    dst: Any
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A posted window."""
+
+    handle: Any
+    descriptors: int
+
+
+@dataclass(eq=False)
+class NixlRead:
+    """A read: windows waiting, windows in flight, and what is known of those that have landed."""
+
+    prepared: NixlPrepared
+    notification: bytes
+    waiting: deque[Window]
+    total: int
+    moved_at: float
+    state: State = State.RUNNING
+    error: str = ""
+    flying: list[_Flight] = field(default_factory=list)
+    landed: list[Any] = field(default_factory=list)
+
+    @property
+    def peer(self) -> str:
+        return self.prepared.peer
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A connected peer: what it registered, what is in flight, and whether the caller has dropped it."""
+
+    metadata: Metadata
+    digest: bytes
+    prepared: list[NixlPrepared] = field(default_factory=list)
+    reads: dict[NixlRead, None] = field(default_factory=dict)
+    descriptors: int = 0
+    moved_at: float = 0.0
+    dropped: bool = False
+    warned: bool = False
+
+
+def _library() -> _Library:
+    for name in _MODULES:
+        try:
+            api = importlib.import_module(f"{name}._api")
+        except ModuleNotFoundError as error:
+            if error.name is not None and error.name.partition(".")[0] == name:
+                continue
+            raise TransportError(f"NIXL is installed as {name} but cannot be imported: {error}") from error
+        except ImportError as error:
+            raise TransportError(f"NIXL is installed as {name} but cannot be imported: {error}") from error
+        found = (getattr(api.nixlBind, attribute) for attribute in dir(api.nixlBind))
+        errors = tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
+        return _Library(api, (*errors, RuntimeError, ValueError, KeyError))
+    raise TransportError(f"NIXL is not installed (looked for {', '.join(_MODULES)}); pip install 'kvferry[nixl]'")
+
+
+class NixlTransport:
+    """One rank's end of the wire over NIXL; see the contract for the order of calls.
+
+    `name` gets a suffix that is new at each start, so that a restarted peer is never taken for its predecessor.
+    """
+
+    def __init__(self, name: str, options: NixlOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.options = options or NixlOptions()
+        self.name = f"{name}#{secrets.token_hex(4)}"
+        self._clock = clock
+        with ucx.environment(self.options.ucx):
+            self._library = _library()
+            self._agent = self._start()
+        self._storages: list[Storage] = []
+        self._registered: list[Any] = []
+        self._peers: dict[str, _Peer] = {}
+
+    def _start(self) -> Any:
+        api, backend = self._library.api, self.options.backend
+        config = api.nixl_agent_config(
+            enable_prog_thread=self.options.progresses,
+            backends=[],
+            capture_telemetry=True,
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        try:
+            agent = api.nixl_agent(self.name, config)
+            if backend not in agent.get_plugin_list():
+                raise TransportError(f"NIXL has no backend {backend} here; it has {', '.join(agent.get_plugin_list())}")
+            agent.create_backend(backend, dict(self.options.backend_parameters))
+        except self._library.errors as error:
+            raise TransportError(f"{self.name}: NIXL cannot start its backend {backend}: {error}") from error
+        return agent
+
+    def register(self, storages: Sequence[Storage]) -> None:
+        for memory, named in _MEMORY.items():
+            for device in sorted({s.device for s in storages if s.memory == memory}):
+                chosen = [s for s in storages if (s.memory, s.device) == (memory, device)]
+                rows = np.array([(s.address, s.length, s.device) for s in chosen], np.uint64)
+                try:
+                    self._registered.append(self._agent.register_memory(rows, named))
+                except self._library.errors as error:
+                    raise TransportError(
+                        f"{self.name}: NIXL cannot register {len(chosen)} storages of {memory} {device}: {error}; "
+                        f"is the memory allocated, and may this process lock it (ulimit -l)?"
+                    ) from error
+                self._storages += chosen
+
+    def metadata(self) -> bytes:
+        storages = tuple(StorageEntry(s.address, s.length, s.memory, s.device) for s in self._storages)
+        blob = self._agent.get_agent_metadata()
+        return encode_metadata(Metadata(CARRIER, self.name, this_host(), storages, blob))
+
+    def connect(self, metadata: bytes) -> str:
+        found = decode_metadata(metadata, CARRIER)
+        known = self._peers.get(found.name)
+        if known is not None:
+            return self._again(known, found)
+        try:
+            self._agent.add_remote_agent(found.blob)
+        except self._library.errors as error:
+            raise TransportError(f"peer {found.name}: NIXL does not accept its metadata: {error}; fetch it again") from error
+        self._peers[found.name] = _Peer(found, found.digest)
+        return found.name
+
+    def _again(self, known: _Peer, found: Metadata) -> str:
+        if known.digest != found.digest:
+            raise TransportError(
+                f"peer {found.name} is connected with other metadata; forget it and release its reads, then connect again"
+            )
+        known.dropped = False
+        return found.name
+
+    def _peer(self, name: str) -> _Peer:
+        peer = self._peers.get(name)
+        if peer is None or peer.dropped:
+            raise TransportError(f"peer {name} is not connected; connect with its metadata first")
+        return peer
+
+    def prepare(self, plan: Plan, source: int, peer: str) -> NixlPrepared:
+        known = self._peer(peer)
+        rows = PreparedRows(plan, source)
+        if max(rows.src.elements, rows.dst.elements) > MAX_ELEMENTS:
+            raise TransportError(
+                f"peer {peer}: {max(rows.src.elements, rows.dst.elements):,} elements; NIXL counts to {MAX_ELEMENTS:,}: "
+                f"use larger blocks or fewer of them"
+            )
+        theirs = [Storage(s.address, s.length, s.memory, s.device) for s in known.metadata.storages]
+        src = place(rows.src, plan.sources[source].regions, theirs, f"peer {peer}")
+        dst = place(rows.dst, plan.consumer.regions, self._storages, self.name)
+        prepared = NixlPrepared(
+            peer,
+            len(rows.src) + len(rows.dst),
+            rows,
+            Merging(rows),
+            self._list(peer, rows.src, src, peer),
+            self._list(_LOCAL, rows.dst, dst, peer),
+        )
+        known.prepared.append(prepared)
+        return prepared
+
+    def _list(self, agent: str, rows: Rows, placed: Placed, peer: str) -> Any:
+        if not len(rows):
+            return None
+        columns = (placed.address, rows.length, placed.device, rows.stride, rows.count)
+        strided: npt.NDArray[np.uint64] = np.stack(columns, axis=1).astype(np.uint64)
+        try:
+            return self._agent.prep_xfer_dlist(agent, strided, _MEMORY[placed.memory])
+        except self._library.errors as error:
+            side = "this end's" if agent == _LOCAL else "its"
+            raise TransportError(f"peer {peer}: NIXL cannot prepare {len(rows)} rows of {side} memory: {error}") from error
+
+    def read(self, prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> NixlRead:
+        if not isinstance(prepared, NixlPrepared):
+            raise TransportError(f"peer {prepared.peer}: prepared by another transport")
+        peer = self._peer(prepared.peer)
+        if prepared not in peer.prepared:
+            raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
+        src, dst = prepared.indices.indices(tiles)
+        waiting = deque(prepared.merging.windows(src, dst, self.options.window)) if len(src) else deque()
+        read = NixlRead(prepared, notification, waiting, len(waiting), self._clock())
+        peer.reads[read] = None
+        self._advance(peer, read)
+        return read
+
+    def poll(self, read: Read) -> State:
+        mine = _own(read)
+        if mine.state is State.RUNNING:
+            peer = self._peers[mine.peer]
+            if not mine.flying:
+                for other in peer.reads:
+                    self._land(peer, other)
+            self._advance(peer, mine)
+        return mine.state
+
+    def _advance(self, peer: _Peer, read: NixlRead) -> None:
+        """Take in what landed, post what there is room for, and see whether the read is over."""
+        self._land(peer, read)
+        while read.state is State.RUNNING and read.waiting and self._room(peer, read.waiting[0]):
+            self._post(peer, read, read.waiting.popleft())
+        if read.state is not State.RUNNING:
+            return
+        if not read.waiting and not read.flying:
+            self._finish(peer, read)
+            return
+        since = read.moved_at if read.flying else max(read.moved_at, peer.moved_at)
+        if self._clock() - since > self.options.timeout_s:
+            self._fail(read, f"nothing arrived for {self.options.timeout_s:g} s: it is stopped, overloaded or unreachable")
+
+    def _room(self, peer: _Peer, window: Window) -> bool:
+        return not peer.descriptors or peer.descriptors + window.descriptors <= self.options.window
+
+    def _post(self, peer: _Peer, read: NixlRead, window: Window) -> None:
+        prepared = read.prepared
+        try:
+            handle = self._agent.make_prepped_xfer("READ", prepared.dst, window.dst, prepared.src, window.src)
+        except self._library.errors as error:
+            self._fail(read, f"NIXL cannot make a read of {window.descriptors} descriptors: {error}")
+            return
+        flight = _Flight(handle, window.descriptors)
+        read.flying.append(flight)
+        peer.descriptors += window.descriptors
+        read.moved_at = self._clock()
+        try:
+            status = self._agent.transfer(handle)
+        except self._library.errors as error:
+            self._fail(read, f"NIXL cannot post a read: {error}")
+            return
+        if status == "DONE":
+            self._landed(peer, read, flight)
+        elif status == "ERR":
+            self._fail(read, "NIXL refused to post a read")
+
+    def _land(self, peer: _Peer, read: NixlRead) -> None:
+        """Ask NIXL after every window in flight; those of failed reads too, since they hold their destination."""
+        for flight in tuple(read.flying):
+            try:
+                status = self._agent.check_xfer_state(flight.handle)
+            except self._library.errors as error:
+                status = str(error) or type(error).__name__
+            if status == "DONE":
+                self._landed(peer, read, flight)
+            elif status != "PROC":
+                self._let_go(peer, read, flight)
+                self._fail(read, f"NIXL lost it ({status}); it died or its connection broke")
+
+    def _landed(self, peer: _Peer, read: NixlRead, flight: _Flight) -> None:
+        read.landed.append(self._agent.get_xfer_telemetry(flight.handle))
+        read.moved_at = peer.moved_at = self._clock()
+        self._let_go(peer, read, flight)
+
+    def _let_go(self, peer: _Peer, read: NixlRead, flight: _Flight) -> None:
+        """Give back a window's handle; NIXL has said that the window is over."""
+        try:
+            self._agent.release_xfer_handle(flight.handle)
+        except self._library.errors as error:
+            logger.debug("peer %s: NIXL keeps a handle for now: %s", read.peer, error)
+            return
+        read.flying.remove(flight)
+        peer.descriptors -= flight.descriptors
+
+    def _finish(self, peer: _Peer, read: NixlRead) -> None:
+        if read.notification:
+            try:
+                self._agent.send_notif(read.peer, read.notification)
+            except self._library.errors as error:
+                self._fail(read, f"all bytes arrived, but NIXL cannot notify it: {error}")
+                return
+        read.state = State.DONE
+        if read.total and not peer.warned:
+            peer.warned = True
+            path = self.path(read.peer)
+            if path.slow:
+                logger.warning("peer %s is read by %s, a slow path: %s", read.peer, path.name, path.remedy)
+
+    def _fail(self, read: NixlRead, reason: str) -> None:
+        if read.state is State.FAILED:
+            return
+        read.state = State.FAILED
+        read.waiting.clear()
+        log = ucx.ucx_log()
+        if log is not None:
+            log.drain()
+        advice = "release the read until its destination is safe, then forget the peer and connect again"
+        read.error = f"peer {read.peer}: {reason}; {len(read.landed)} of {read.total} windows had arrived; {advice}"
+
+    def telemetry(self, read: Read) -> Telemetry:
+        mine = _own(read)
+        if mine.state is not State.DONE:
+            raise TransportError(f"peer {mine.peer}: telemetry is of a read that is done; this one is {mine.state.value}")
+        if not mine.landed:
+            return Telemetry(0, 0, 0.0, 0.0)
+        first = min(t.startTime for t in mine.landed)
+        last = max(t.startTime + t.xferDuration for t in mine.landed)
+        return Telemetry(
+            sum(t.totalBytes for t in mine.landed),
+            sum(t.descCount for t in mine.landed),
+            sum(t.postDuration for t in mine.landed) * 1e-6,
+            (last - first) * 1e-6,
+        )
+
+    def release(self, read: Read) -> bool:
+        mine = _own(read)
+        if mine.state is State.RUNNING:
+            self._fail(mine, "the read was given up here")
+        peer = self._peers.get(mine.peer)
+        if peer is None or mine not in peer.reads:
+            return True
+        self._land(peer, mine)
+        if mine.flying:
+            return False
+        del peer.reads[mine]
+        self._drop_when_idle(peer)
+        return True
+
+    def notify(self, peer: str, message: bytes) -> None:
+        self._peer(peer)
+        try:
+            self._agent.send_notif(peer, message)
+        except self._library.errors as error:
+            raise TransportError(f"peer {peer}: NIXL cannot notify it: {error}; forget it and connect again") from error
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        try:
+            found = self._agent.get_new_notifs()
+        except self._library.errors as error:
+            raise TransportError(f"{self.name}: NIXL cannot take in notifications: {error}") from error
+        return [(peer, message) for peer, messages in found.items() for message in messages]
+
+    def path(self, peer: str) -> Path:
+        """How reads from the peer travel, known from the first one on; `kvferry.transport.ucx` says how it is found out."""
+        known = self._peer(peer)
+        log = ucx.ucx_log()
+        if self.options.backend != "UCX":
+            return Path(self.options.backend)
+        if log is None:
+            return Path("unknown", remedy="UCX logs elsewhere: unset UCX_LOG_FILE to have the path found out")
+        near = "intra-node" if known.metadata.host == this_host() else "inter-node"
+        return ucx.classify(log.reads(self.name, near))
+
+    def forget(self, peer: str) -> None:
+        known = self._peers.get(peer)
+        if known is None:
+            return
+        known.dropped = True
+        for read in known.reads:
+            if read.state is State.RUNNING:
+                self._fail(read, "it was forgotten here")
+            self._land(known, read)
+        self._drop_when_idle(known)
+
+    def _drop_when_idle(self, peer: _Peer) -> None:
+        if not peer.dropped or any(read.flying for read in peer.reads):
+            return
+        name = peer.metadata.name
+        self._release_lists(peer)
+        try:
+            self._agent.remove_remote_agent(name)
+        except self._library.errors as error:
+            logger.warning("peer %s: NIXL does not forget it: %s", name, error)
+        del self._peers[name]
+
+    def _release_lists(self, peer: _Peer) -> None:
+        for prepared in peer.prepared:
+            for side in (prepared.src, prepared.dst):
+                if side is not None:
+                    self._agent.release_dlist_handle(side)
+        peer.prepared.clear()
+
+    def close(self) -> None:
+        """End the agent and with it every connection: afterwards nothing can land, whatever was in flight."""
+        for name, peer in tuple(self._peers.items()):
+            for read in peer.reads:
+                if read.state is State.RUNNING:
+                    self._fail(read, "this end was closed")
+                for flight in tuple(read.flying):
+                    self._let_go(peer, read, flight)
+            self._release_lists(peer)
+            try:
+                self._agent.remove_remote_agent(name)
+            except self._library.errors as error:
+                logger.debug("peer %s: NIXL does not forget it: %s", name, error)
+        self._peers.clear()
+        for registered in self._registered:
+            self._agent.deregister_memory(registered)
+        self._registered.clear()
+        self._storages.clear()
+        self._agent = None
+
+
+def _own(read: Read) -> NixlRead:
+    if not isinstance(read, NixlRead):
+        raise TransportError(f"peer {read.peer}: a read of another transport")
+    return read

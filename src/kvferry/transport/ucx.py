@@ -1,0 +1,158 @@
+"""UCX under NIXL: the settings it needs, with reasons, and what it says about how it carries bytes.
+
+UCX takes settings from the environment, when its library is loaded and when a backend is created. They are put there for
+that moment only, from `NixlOptions`, and never over what the operator set.
+
+How a path is found out: `UCX_PROTO_INFO` makes UCX write, for every kind of connection of every agent, which protocol
+each operation got; it goes to a file of our own (`UCX_LOG_FILE`), which is unlinked as soon as UCX has opened it. UCX
+chooses at the first read, so before it nothing is known. It names kinds of connections, not peers: with several kinds to
+peers equally near, all of them are reported. Nothing is known where the operator sends UCX's log elsewhere, or where
+something else in the process loaded the same UCX before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Final, TextIO
+
+from kvferry.transport.contract import Path
+
+logger = logging.getLogger("kvferry.transport")
+
+WORKER_NAME: Final = 31
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One UCX setting and why it is made."""
+
+    name: str
+    value: str
+    reason: str
+
+
+SETTINGS: Final = (
+    Setting(
+        "UCX_CUDA_IPC_ENABLE_GET_ZCOPY",
+        "on",
+        "without NVLink UCX leaves cuda_ipc out for reads and emulates them over TCP, some thousand times slower",
+    ),
+    Setting("UCX_PROTO_INFO", "y", "says which protocol really carries reads; see the module's docstring"),
+    Setting("UCX_WARN_UNUSED_ENV_VARS", "n", "a setting for devices that this machine lacks is no mistake"),
+)
+_LOG_FILE: Final = "UCX_LOG_FILE"
+
+_RDMA: Final = re.compile(r"\b(rc|dc|ud|gga|ib|srd)(_\w+)?/")
+_SHARED: Final = re.compile(r"\b(cma|xpmem|knem|sysv|posix|mm)/")
+_TITLE: Final = re.compile(r"^(?P<worker>.*) (?P<near>self|intra-node|inter-node) cfg#\d+$")
+_READ: Final = "remote memory read by ucp_get"
+
+
+class Log:
+    """UCX's log of this process: protocols by agent, and complaints passed on to `logging`."""
+
+    def __init__(self) -> None:
+        handle, name = tempfile.mkstemp(prefix="kvferry-ucx-")
+        os.close(handle)
+        self.file = File(name)
+        self._stream: TextIO = self.file.open(encoding="utf-8", errors="replace")
+        self._rest = ""
+        self._table: list[list[str]] = []
+        self._reads: dict[tuple[str, str], dict[str, None]] = {}
+        self.complaint = ""
+
+    def drain(self) -> None:
+        """Take in what UCX wrote since."""
+        *lines, self._rest = (self._rest + self._stream.read()).split("\n")
+        for line in lines:
+            if "UCX  WARN" in line or "UCX  ERROR" in line:
+                self.complaint = line.rpartition("UCX  ")[2].strip()
+                logger.warning("UCX: %s", self.complaint)
+            body = line.partition("]   ")[2] or line
+            if body.startswith("|"):
+                self._table.append([cell.strip() for cell in body.strip("|").split("|")])
+            elif not body.startswith("+") or len(self._table) > 3:
+                self._close_table()
+
+    def reads(self, agent: str, near: str) -> list[str]:
+        """Ways in which the agent reads from peers that are `intra-node` or `inter-node`."""
+        self.drain()
+        return list(self._reads.get((agent[:WORKER_NAME], near), {}))
+
+    def _close_table(self) -> None:
+        table, self._table = self._table, []
+        if len(table) < 4 or not table[1][0].startswith(_READ):
+            return
+        title = _TITLE.match(table[0][0])
+        if title is None or title["near"] == "self":
+            return
+        _, description, config = table[-1]
+        self._reads.setdefault((title["worker"], title["near"]), {})[f"{description}, {config}"] = None
+
+
+_LOGS: list[Log] = []
+
+
+def ucx_log() -> Log | None:
+    """This process's log, if UCX writes one for us."""
+    return _LOGS[0] if _LOGS else None
+
+
+@contextmanager
+def environment(extra: Mapping[str, str]) -> Iterator[None]:
+    """The settings, for as long as a backend is being created; what the operator set stays and is reported."""
+    wanted = {s.name: s.value for s in SETTINGS} | dict(extra)
+    if not _LOGS and _LOG_FILE not in os.environ and _LOG_FILE not in wanted:
+        _LOGS.append(Log())
+        wanted[_LOG_FILE] = str(_LOGS[0].file)
+    kept = {name: os.environ[name] for name in wanted if name in os.environ}
+    for name, value in kept.items():
+        if value != wanted[name]:
+            logger.info("%s=%s comes from the environment and stays; KVFerry would set %s", name, value, wanted[name])
+    mine = {name: value for name, value in wanted.items() if name not in kept}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for name in mine:
+            os.environ.pop(name, None)
+        for log in _LOGS:
+            log.file.unlink(missing_ok=True)
+
+
+def classify(ways: list[str]) -> Path:
+    """Ways to read, as UCX words them, as a path; the slowest decides."""
+    if not ways:
+        return Path("unknown")
+    found = [_classify(way) for way in ways]
+    name = " or ".join(dict.fromkeys(f"{path.name} ({way})" for path, way in zip(found, ways, strict=True)))
+    slow = next((path for path in found if path.slow), found[0])
+    return Path(name, slow.slow, slow.remedy)
+
+
+def _classify(way: str) -> Path:
+    if "software emulation" in way:
+        return Path("emulation over TCP" if "tcp/" in way else "emulation", True, _EMULATED)
+    if "cuda_ipc/" in way:
+        return Path("CUDA IPC")
+    if _RDMA.search(way):
+        return Path("RDMA")
+    if _SHARED.search(way):
+        return Path("shared memory")
+    if "tcp/" in way:
+        return Path("TCP", True, _TCP)
+    return Path(way)
+
+
+_EMULATED: Final = (
+    "UCX found no way to read this memory directly, and the peer's CPU must copy every byte: give both ends RDMA devices "
+    "(and, for device memory, GPUDirect), or on one host UCX_TLS with cuda_ipc, or cma for host memory"
+)
+_TCP: Final = "UCX found no RDMA device both ends can use: check ibv_devinfo, UCX_TLS and UCX_NET_DEVICES on both"
