@@ -122,6 +122,7 @@ class Binder:
         self.plan = plan
         self._edges = tuple(tuple(expanded(grain.runs) for grain in edge.grains) for edge in plan.edges)
         self._fills = tuple(tuple(expanded(grain.runs) for grain in fill.grains) for fill in plan.fills)
+        self._strides = np.array([lane.block_stride for lane in plan.lanes], np.int64)
         self._src_groups: dict[int, Group] = {}
         for edge in plan.edges:
             group = plan.sources[edge.source].group(edge.src_group)
@@ -228,14 +229,23 @@ class Binder:
         return Fills(region, offset, length)
 
     def _place(self, columns: Columns, tiles: Tiles) -> tuple[Ints, ...]:
-        """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged."""
+        """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged.
+
+        Where all runs are as long as their blocks are apart, consecutive blocks are merged before runs multiply them.
+        """
+        apart = self._strides[columns.src_lane], self._strides[columns.dst_lane]
+        if all(np.array_equal(columns.length, strides) for strides in apart):
+            tiles, joined = _consecutive(tiles)
+            length = columns.length[:, None] * joined
+        else:
+            length = np.broadcast_to(columns.length[:, None], (len(columns), len(tiles.src_block)))
         src = self._moved(columns.src_lane, tiles.src_block, tiles.src_tile) + columns.src_offset[:, None]
         dst = self._moved(columns.dst_lane, tiles.dst_block, tiles.dst_tile) + columns.dst_offset[:, None]
         count = len(tiles.src_block)
         return (
             np.repeat(columns.src_region, count), src.reshape(-1),
             np.repeat(columns.dst_region, count), dst.reshape(-1),
-            np.repeat(columns.length, count),
+            length.reshape(-1),
         )  # fmt: skip
 
     def _moved(self, lanes: Ints, block: Ints, tile: Ints) -> Ints:
@@ -275,6 +285,14 @@ def _merged(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, Ints, Ints, Ints, 
     src_region, src, dst_region, dst, length = (np.concatenate(c) for c in zip(*parts, strict=True))
     src, dst, length, src_region, dst_region = merge(src, dst, length, src_region, dst_region)
     return src_region, src, dst_region, dst, length
+
+
+def _consecutive(tiles: Tiles) -> tuple[Tiles, Ints]:
+    """The first of every stretch of whole blocks that follow each other on both sides, and how many they are."""
+    breaks = (np.diff(tiles.src_block) != 1) | (np.diff(tiles.dst_block) != 1)
+    first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+    count = np.diff(np.append(first, len(tiles.src_block)))
+    return Tiles(tiles.src_block[first], tiles.src_tile[first], tiles.dst_block[first], tiles.dst_tile[first]), count
 
 
 def _table(tables: Mapping[int, Table], group: Group, name: str) -> Ints:

@@ -8,13 +8,14 @@ other, and only what does not continue makes further rows. Elements are numbered
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
 from kvferry.plan.bind import Tiles
-from kvferry.plan.schema import Plan, Run
-from kvferry.strided import Ints, spread
+from kvferry.plan.schema import Plan, Repeats, Run
+from kvferry.strided import Ints, offsets, spread
 
 Dim = tuple[int, int]
 
@@ -38,13 +39,21 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class _Steps:
+    """Rows of element numbers [start, stop) that move alike: numbers from block to block, and from digit to digit of a tile."""
+
+    start: int
+    stop: int
+    block: int
+    digits: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class _Numbering:
     """Element numbers of one grain's runs, repeats expanded: of block 0, tile 0, and the steps from there."""
 
     first: Ints
-    block: Ints
-    digits: tuple[Ints, ...]
-    lane: Ints
+    steps: tuple[_Steps, ...]
 
 
 class PreparedRows:
@@ -68,41 +77,35 @@ class PreparedRows:
 
     def indices(self, tiles: Mapping[tuple[int, int], Tiles]) -> tuple[Ints, Ints]:
         """Element numbers to copy, source and destination side by side; a run's blocks lie behind each other."""
-        pairs = []
-        for key, (src, dst) in self._numbered.items():
-            placed = tiles.get(key)
-            if placed is not None:
-                pairs.append(
-                    (
-                        self._at(src, placed.src_block, placed.src_tile),
-                        self._at(dst, placed.dst_block, placed.dst_tile),
-                    )
-                )
-        if not pairs:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        return np.concatenate([s for s, _ in pairs]), np.concatenate([d for _, d in pairs])
+        found = [(src, dst, tiles[key]) for key, (src, dst) in self._numbered.items() if key in tiles]
+        total = sum(len(src.first) * len(placed.src_block) for src, _, placed in found)
+        theirs, ours = np.empty(total, np.int64), np.empty(total, np.int64)
+        at = 0
+        for src, dst, placed in found:
+            stop = at + len(src.first) * len(placed.src_block)
+            _write(theirs[at:stop], src, placed.src_block, placed.src_tile)
+            _write(ours[at:stop], dst, placed.dst_block, placed.dst_tile)
+            at = stop
+        return theirs, ours
 
-    def _at(self, numbering: _Numbering, block: Ints, tile: Ints) -> Ints:
-        out: Ints = numbering.first[:, None] + numbering.block[:, None] * block
-        for lane in np.unique(numbering.lane).tolist():
-            mine = numbering.lane == lane
-            rest = tile
-            digits = self.plan.lanes[lane].digits
-            for place in range(len(digits) - 1, -1, -1):
-                rest, low = np.divmod(rest, digits[place][0])
-                out[mine] += numbering.digits[place][mine][:, None] * low
-        return out.reshape(-1)
+
+def _write(out: Ints, numbering: _Numbering, block: Ints, tile: Ints) -> None:
+    """Every run at every tile, each number written once."""
+    places = out.reshape(len(numbering.first), len(block))
+    for steps in numbering.steps:
+        moved = block * steps.block + offsets(steps.digits, tile) if steps.digits else block * steps.block
+        np.add(numbering.first[steps.start : steps.stop, None], moved, out=places[steps.start : steps.stop])
 
 
 class _Builder:
     """Collects rows and hands out element numbers."""
 
     def __init__(self) -> None:
-        self._columns: list[tuple[int, Ints, int, int, int]] = []
+        self._columns: list[tuple[Ints, Ints, int, int, int]] = []
         self._elements = 0
 
-    def add(self, region: int, offset: int, length: int, dims: Sequence[Dim]) -> tuple[int, list[int]]:
-        """Lay one run along rows; returns its first element's number and the step of each dimension."""
+    def add(self, regions: Ints, starts: Ints, length: int, dims: Sequence[Dim]) -> tuple[Ints, list[int]]:
+        """Lay runs of one form along rows; returns their first elements' numbers and the step of each dimension."""
         chain = max((_chain(dims, start) for start in range(len(dims))), key=lambda c: _size(dims, c), default=[])
         stride = dims[chain[0]][1] if chain else length
         count = _size(dims, chain)
@@ -115,20 +118,18 @@ class _Builder:
         for i in reversed(others):
             steps[i] = running
             running *= dims[i][0]
-        first = self._elements
-        offsets = spread(offset, [dims[i] for i in others])
-        self._columns.append((region, offsets, length, stride, count))
-        self._elements += running
+        within = spread(0, [dims[i] for i in others])
+        self._columns.append((np.repeat(regions, len(within)), _sums(starts, within), length, stride, count))
+        first = self._elements + np.arange(len(starts), dtype=np.int64) * running
+        self._elements += running * len(starts)
         return first, steps
 
     def rows(self) -> Rows:
         sizes = [len(c[1]) for c in self._columns]
-
-        def column(place: int) -> Ints:
-            return np.repeat(np.array([c[place] for c in self._columns], np.int64), sizes)
-
-        offset = np.concatenate([c[1] for c in self._columns]) if self._columns else np.empty(0, np.int64)
-        return Rows(column(0), offset, column(2), column(3), column(4))
+        region, offset = _joined([c[0] for c in self._columns]), _joined([c[1] for c in self._columns])
+        forms = np.array([c[2:] for c in self._columns], np.int64).reshape(-1, 3)
+        length, stride, count = np.repeat(forms, sizes, axis=0).T
+        return Rows(region, offset, length, stride, count)
 
 
 def _size(dims: Sequence[Dim], chain: Sequence[int]) -> int:
@@ -155,28 +156,40 @@ def _chain(dims: Sequence[Dim], start: int) -> list[int]:
 
 
 def _number(plan: Plan, runs: Sequence[Run], builder: _Builder, blocks: int, side: int) -> _Numbering:
+    """Runs that differ in nothing but their place, as those of equal layers do, are laid out together."""
     first: list[Ints] = []
-    block: list[Ints] = []
-    lanes: list[Ints] = []
-    depth = max((len(lane.digits) for lane in plan.lanes), default=0)
-    digits: list[list[Ints]] = [[] for _ in range(depth)]
-    for run in runs:
-        index = (run.src_lane, run.dst_lane)[side]
+    found: list[_Steps] = []
+    at = 0
+    for (index, length, repeats), same in groupby(runs, key=_source_form if side == 0 else _destination_form):
         lane = plan.lanes[index]
-        region, offset = ((run.src_region, run.src_offset), (run.dst_region, run.dst_offset))[side]
-        repeats = [(r[0], r[1 + side]) for r in run.repeats]
-        dims = [(blocks, lane.block_stride), *lane.digits, *repeats]
-        start, steps = builder.add(region, offset, run.length, dims)
-        inner = steps[1 + len(lane.digits) :]
-        numbers = spread(start, [(count, step) for (count, _), step in zip(repeats, inner, strict=True)])
-        first.append(numbers)
-        block.append(np.full(len(numbers), steps[0], np.int64))
-        lanes.append(np.full(len(numbers), index, np.int64))
-        for place in range(depth):
-            step = steps[1 + place] if place < len(lane.digits) else 0
-            digits[place].append(np.full(len(numbers), step, np.int64))
-    return _Numbering(_flat(first), _flat(block), tuple(_flat(d) for d in digits), _flat(lanes))
+        places = [(run.src_region, run.src_offset) if side == 0 else (run.dst_region, run.dst_offset) for run in same]
+        regions, starts = np.array(places, np.int64).T
+        inner = [(r[0], r[1 + side]) for r in repeats]
+        firsts, steps = builder.add(regions, starts, length, [(blocks, lane.block_stride), *lane.digits, *inner])
+        depth = 1 + len(lane.digits)
+        within = spread(0, [(count, step) for (count, _), step in zip(inner, steps[depth:], strict=True)])
+        digits = tuple((count, step) for (count, _), step in zip(lane.digits, steps[1:depth], strict=True))
+        stop = at + len(firsts) * len(within)
+        if found and (found[-1].block, found[-1].digits) == (steps[0], digits):
+            found[-1] = replace(found[-1], stop=stop)
+        else:
+            found.append(_Steps(at, stop, steps[0], digits))
+        first.append(_sums(firsts, within))
+        at = stop
+    return _Numbering(_joined(first), tuple(found))
 
 
-def _flat(arrays: Sequence[Ints]) -> Ints:
+def _source_form(run: Run) -> tuple[int, int, Repeats]:
+    return run.src_lane, run.length, run.repeats
+
+
+def _destination_form(run: Run) -> tuple[int, int, Repeats]:
+    return run.dst_lane, run.length, run.repeats
+
+
+def _sums(outer: Ints, inner: Ints) -> Ints:
+    return (outer[:, None] + inner).reshape(-1)
+
+
+def _joined(arrays: Sequence[Ints]) -> Ints:
     return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
