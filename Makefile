@@ -15,6 +15,8 @@ setup: $(VENV)/.ready ## the virtual environment, with kvferry installed in plac
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+# NIXL without what it depends on: host memory needs no CUDA, and torch alone would be gigabytes.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl-cu12==1.5.1
 	@touch $@
 
 demo: setup ## plan and prove a hybrid model across different layouts

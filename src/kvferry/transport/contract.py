@@ -13,16 +13,21 @@
 Who owns what, when:
 
 - A storage is registered once, before its metadata is exported, and stays allocated until `close`. Regions of a plan lie in
-  registered storages; addresses come from the manifests, never from a message.
+  registered storages on both sides, or `prepare` refuses them; addresses come from the manifests, never from a message.
 - From `read` on, the destination bytes belong to the transport. They are the caller's again when `poll` says DONE, or when
-  `release` returns True. After FAILED they are *not* safe yet: a read that timed out may still land. Until `release` returns
-  True the caller keeps those blocks quarantined, and asks again.
-- The source bytes must stay unchanged until the notification arrives: it is delivered after all bytes of its read, and only
-  if all of them arrived. A failed read delivers none.
-- A read carries all runs of one request from one source. It fails as a whole, with one `TransportError` that says which
-  peer, how far it came, and what to do.
-- A peer that dies or stops fails the reads from it within `timeout_s`; other peers are not affected. `forget` drops it; the
-  same peer connects again with new metadata.
+  `release` returns True. After FAILED they are *not* safe yet: a read that timed out, was given up, or whose peer was
+  forgotten may still land. Until `release` returns True the caller keeps those blocks quarantined, and asks again. It
+  returns True once the library under the transport has said that the read is over. A peer that hangs forever holds them
+  forever; `close` is the way out: it ends all connections, and nothing lands after it.
+- The source bytes must stay unchanged until the notification arrives: it is sent after all bytes of its read have been
+  seen to arrive. A failed read sends none, even if its bytes land late.
+- A read carries all runs of one request from one source. It fails as a whole, with an `error` that says which peer, how far
+  it came, and what to do. Calls that cannot be carried out raise `TransportError`.
+- A peer that dies or stops fails the reads from it within `timeout_s` without visible progress; other peers are not
+  affected. `forget` drops it, fails its reads and voids what was prepared for it; afterwards it can connect again.
+- A name is unique to one start of one transport: a restarted peer is another peer.
+- Bytes and notifications move while somebody calls: a side without a progress thread calls `notifications` or `poll` often,
+  also where it is only read from.
 
 Nothing here decides which bytes move; transports take rows and indices from `kvferry.plan`.
 """
@@ -57,7 +62,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """One read in numbers: runs after the transport merged neighbours, time to post them, time until the last byte."""
+    """One read in numbers: runs after the transport merged neighbours, time to post them, and time from the first posting
+    until the last byte, which includes it: some paths carry everything while they post."""
 
     bytes: int
     runs: int
@@ -132,7 +138,9 @@ class Transport(Protocol):
 
     def notifications(self) -> list[tuple[str, bytes]]: ...
 
-    def path(self, peer: str) -> Path: ...
+    def path(self, peer: str) -> Path:
+        """What carries reads from the peer, as far as it is known; the first read may have to come first."""
+        ...
 
     def forget(self, peer: str) -> None: ...
 

@@ -327,10 +327,10 @@ class InProcessTransport:
 
 def _elements(rows: Rows, placed: Placed, index: Ints) -> tuple[Ints, Ints]:
     """Address and length of elements by number."""
-    ends = np.cumsum(rows.count)
+    ends: Ints = np.cumsum(rows.count)
     row = np.searchsorted(ends, index, side="right")
-    address: Ints = placed.address[row] + (index - (ends - rows.count)[row]) * rows.stride[row]
-    return address, rows.length[row]
+    place_in_row: Ints = index - (ends[row] - rows.count[row])
+    return placed.address[row] + place_in_row * rows.stride[row], rows.length[row]
 
 
 def _own(read: Read) -> InProcessRead:

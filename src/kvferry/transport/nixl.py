@@ -72,6 +72,14 @@ class _Library:
     errors: tuple[type[Exception], ...]
 
 
+@dataclass(eq=False)
+class _Lists:
+    """NIXL's two descriptor lists; a list keeps the agent alive, so they are dropped when they are released."""
+
+    src: Any
+    dst: Any
+
+
 @dataclass(frozen=True, eq=False)
 class NixlPrepared:
     """A plan's edges from one source as descriptor lists that NIXL holds."""
@@ -80,16 +88,16 @@ class NixlPrepared:
     rows: int
     indices: PreparedRows
     merging: Merging
-    src: Any
-    dst: Any
+    lists: _Lists
 
 
 @dataclass(eq=False)
 class _Flight:
-    """A posted window."""
+    """A posted window; `over` once NIXL has said how it ended."""
 
     handle: Any
     descriptors: int
+    over: bool = False
 
 
 @dataclass(eq=False)
@@ -153,7 +161,7 @@ class NixlTransport:
         self._clock = clock
         with ucx.environment(self.options.ucx):
             self._library = _library()
-            self._agent = self._start()
+            self._started: Any = self._start()
         self._storages: list[Storage] = []
         self._registered: list[Any] = []
         self._peers: dict[str, _Peer] = {}
@@ -174,6 +182,16 @@ class NixlTransport:
         except self._library.errors as error:
             raise TransportError(f"{self.name}: NIXL cannot start its backend {backend}: {error}") from error
         return agent
+
+    @property
+    def closed(self) -> bool:
+        return self._started is None
+
+    @property
+    def _agent(self) -> Any:
+        if self._started is None:
+            raise TransportError(f"{self.name} was closed; make a new transport")
+        return self._started
 
     def register(self, storages: Sequence[Storage]) -> None:
         for memory, named in _MEMORY.items():
@@ -236,8 +254,7 @@ class NixlTransport:
             len(rows.src) + len(rows.dst),
             rows,
             Merging(rows),
-            self._list(peer, rows.src, src, peer),
-            self._list(_LOCAL, rows.dst, dst, peer),
+            _Lists(self._list(peer, rows.src, src, peer), self._list(_LOCAL, rows.dst, dst, peer)),
         )
         known.prepared.append(prepared)
         return prepared
@@ -294,9 +311,9 @@ class NixlTransport:
         return not peer.descriptors or peer.descriptors + window.descriptors <= self.options.window
 
     def _post(self, peer: _Peer, read: NixlRead, window: Window) -> None:
-        prepared = read.prepared
+        lists = read.prepared.lists
         try:
-            handle = self._agent.make_prepped_xfer("READ", prepared.dst, window.dst, prepared.src, window.src)
+            handle = self._agent.make_prepped_xfer("READ", lists.dst, window.dst, lists.src, window.src)
         except self._library.errors as error:
             self._fail(read, f"NIXL cannot make a read of {window.descriptors} descriptors: {error}")
             return
@@ -317,6 +334,9 @@ class NixlTransport:
     def _land(self, peer: _Peer, read: NixlRead) -> None:
         """Ask NIXL after every window in flight; those of failed reads too, since they hold their destination."""
         for flight in tuple(read.flying):
+            if flight.over:
+                self._let_go(peer, read, flight)
+                continue
             try:
                 status = self._agent.check_xfer_state(flight.handle)
             except self._library.errors as error:
@@ -324,10 +344,12 @@ class NixlTransport:
             if status == "DONE":
                 self._landed(peer, read, flight)
             elif status != "PROC":
+                flight.over = True
                 self._let_go(peer, read, flight)
                 self._fail(read, f"NIXL lost it ({status}); it died or its connection broke")
 
     def _landed(self, peer: _Peer, read: NixlRead, flight: _Flight) -> None:
+        flight.over = True
         read.landed.append(self._agent.get_xfer_telemetry(flight.handle))
         read.moved_at = peer.moved_at = self._clock()
         self._let_go(peer, read, flight)
@@ -445,13 +467,16 @@ class NixlTransport:
 
     def _release_lists(self, peer: _Peer) -> None:
         for prepared in peer.prepared:
-            for side in (prepared.src, prepared.dst):
+            for side in (prepared.lists.src, prepared.lists.dst):
                 if side is not None:
                     self._agent.release_dlist_handle(side)
+            prepared.lists.src = prepared.lists.dst = None
         peer.prepared.clear()
 
     def close(self) -> None:
         """End the agent and with it every connection: afterwards nothing can land, whatever was in flight."""
+        if self.closed:
+            return
         for name, peer in tuple(self._peers.items()):
             for read in peer.reads:
                 if read.state is State.RUNNING:
@@ -468,7 +493,7 @@ class NixlTransport:
             self._agent.deregister_memory(registered)
         self._registered.clear()
         self._storages.clear()
-        self._agent = None
+        self._started = None
 
 
 def _own(read: Read) -> NixlRead:

@@ -6,12 +6,14 @@ that moment only, from `NixlOptions`, and never over what the operator set.
 How a path is found out: `UCX_PROTO_INFO` makes UCX write, for every kind of connection of every agent, which protocol
 each operation got; it goes to a file of our own (`UCX_LOG_FILE`), which is unlinked as soon as UCX has opened it. UCX
 chooses at the first read, so before it nothing is known. It names kinds of connections, not peers: with several kinds to
-peers equally near, all of them are reported. Nothing is known where the operator sends UCX's log elsewhere, or where
+peers equally near, all of them are reported, and agents of one process whose names agree in the first 31 characters share
+their report. Nothing is known where the operator sends UCX's log elsewhere, or where
 something else in the process loaded the same UCX before.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -31,11 +33,12 @@ WORKER_NAME: Final = 31
 
 @dataclass(frozen=True)
 class Setting:
-    """One UCX setting and why it is made."""
+    """One UCX setting, why it is made, and the file without which UCX does not know it and would complain."""
 
     name: str
     value: str
     reason: str
+    needs: str = "/"
 
 
 SETTINGS: Final = (
@@ -43,9 +46,9 @@ SETTINGS: Final = (
         "UCX_CUDA_IPC_ENABLE_GET_ZCOPY",
         "on",
         "without NVLink UCX leaves cuda_ipc out for reads and emulates them over TCP, some thousand times slower",
+        needs="/dev/nvidiactl",
     ),
     Setting("UCX_PROTO_INFO", "y", "says which protocol really carries reads; see the module's docstring"),
-    Setting("UCX_WARN_UNUSED_ENV_VARS", "n", "a setting for devices that this machine lacks is no mistake"),
 )
 _LOG_FILE: Final = "UCX_LOG_FILE"
 
@@ -69,7 +72,8 @@ class Log:
         self.complaint = ""
 
     def drain(self) -> None:
-        """Take in what UCX wrote since."""
+        """Take in what UCX wrote since; it buffers, and flushing C's streams is the only way to have all of it."""
+        ctypes.CDLL(None).fflush(None)
         *lines, self._rest = (self._rest + self._stream.read()).split("\n")
         for line in lines:
             if "UCX  WARN" in line or "UCX  ERROR" in line:
@@ -108,7 +112,7 @@ def ucx_log() -> Log | None:
 @contextmanager
 def environment(extra: Mapping[str, str]) -> Iterator[None]:
     """The settings, for as long as a backend is being created; what the operator set stays and is reported."""
-    wanted = {s.name: s.value for s in SETTINGS} | dict(extra)
+    wanted = {s.name: s.value for s in SETTINGS if File(s.needs).exists()} | dict(extra)
     if not _LOGS and _LOG_FILE not in os.environ and _LOG_FILE not in wanted:
         _LOGS.append(Log())
         wanted[_LOG_FILE] = str(_LOGS[0].file)
@@ -152,7 +156,8 @@ def _classify(way: str) -> Path:
 
 
 _EMULATED: Final = (
-    "UCX found no way to read this memory directly, and the peer's CPU must copy every byte: give both ends RDMA devices "
-    "(and, for device memory, GPUDirect), or on one host UCX_TLS with cuda_ipc, or cma for host memory"
+    "UCX found no way to read this memory directly, so that the peer's CPU copies every byte, and only while it polls or has a "
+    "progress thread: give both ends RDMA devices (and GPUDirect for device memory); on one host, allow cma for host memory "
+    "and cuda_ipc for device memory in UCX_TLS"
 )
 _TCP: Final = "UCX found no RDMA device both ends can use: check ibv_devinfo, UCX_TLS and UCX_NET_DEVICES on both"

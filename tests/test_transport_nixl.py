@@ -1,0 +1,267 @@
+"""What is NIXL's own: windows in flight, the path that is reported, settings, and how it starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path as File
+
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.transport import NixlOptions, NixlTransport, Path, State, ucx
+from kvferry.transport import nixl as module
+from kvferry.transport.nixl import NixlRead
+from transport_peer import PeerProcess
+from transport_suite import TCP, TIMEOUT_S, Crossing, NixlWharf, crossing, dense_case, finish, start, until
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[PeerProcess]:
+    peer = PeerProcess()
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def wharf(process: PeerProcess) -> Iterator[NixlWharf]:
+    """Over TCP, where a stopped peer keeps windows in flight."""
+    made = NixlWharf(process, TCP)
+    yield made
+    made.close()
+
+
+def reader(wharf: NixlWharf, made: Crossing, window: int = 4096, timeout_s: float = 30.0) -> NixlTransport:
+    out = wharf.consumer(window, timeout_s)
+    out.register([s for rank in made.here for s in rank.storages])
+    return out
+
+
+def in_flight(*reads: NixlRead) -> int:
+    return sum(flight.descriptors for read in reads for flight in read.flying)
+
+
+def test_no_more_descriptors_are_in_flight_than_the_window_allows(wharf):
+    made = crossing(wharf, dense_case(layers=3, blocks=128, scattered=True))
+    transport = reader(wharf, made, window=20)
+    wharf.stop()
+    reads = [start(transport, made, made.plans[0], 0) for _ in range(3)]
+    for _ in range(20):
+        states = [transport.poll(read) for read in reads]
+    assert states == [State.RUNNING] * 3
+    assert in_flight(*reads) == 20
+    wharf.resume()
+
+    def over() -> bool:
+        assert in_flight(*reads) <= 20
+        return all(transport.poll(read) is State.DONE for read in reads)
+
+    until(over, "the reads")
+    assert made.differing() == 0
+    assert transport.telemetry(reads[0]).runs == 3 * 64
+    assert transport.telemetry(reads[0]).wire_s >= transport.telemetry(reads[0]).posting_s > 0
+
+
+def test_windows_behind_a_timed_out_one_are_never_posted(wharf):
+    made = crossing(wharf, dense_case(layers=3, blocks=128, scattered=True))
+    transport = reader(wharf, made, window=20, timeout_s=TIMEOUT_S)
+    wharf.stop()
+    read = start(transport, made, made.plans[0], 0, b"never")
+    assert finish(transport, read) is State.FAILED
+    assert "0 of 20 windows had arrived" in read.error
+    total = made.differing()
+    wharf.resume()
+    until(lambda: transport.release(read), "the release")
+    assert total / 2 < made.differing()
+    assert wharf.heard() == []
+
+
+def test_a_forgotten_peer_is_kept_until_its_reads_have_ended(wharf):
+    made = crossing(wharf, dense_case(blocks=256))
+    transport = reader(wharf, made)
+    wharf.stop()
+    read = start(transport, made, made.plans[0], 0)
+    transport.forget(read.peer)
+    assert transport.poll(read) is State.FAILED
+    assert "forgotten" in read.error
+    assert [transport.release(read) for _ in range(50)] == [False] * 50
+    wharf.resume()
+    until(lambda: transport.release(read), "the release")
+    assert finish(transport, start(transport, made, made.plans[0], 0)) is State.DONE
+
+
+def test_a_dead_peer_over_shared_memory_fails_and_the_next_one_works(process):
+    dead = NixlWharf(PeerProcess())
+    made = crossing(dead, dense_case())
+    transport = reader(dead, made, timeout_s=TIMEOUT_S)
+    assert finish(transport, start(transport, made, made.plans[0], 0)) is State.DONE
+    dead.kill()
+    read = start(transport, made, made.plans[0], 0, b"never")
+    assert finish(transport, read) is State.FAILED
+    assert read.peer in read.error
+    until(lambda: transport.release(read), "the release")
+    transport.forget(read.peer)
+    living = NixlWharf(process)
+    other = crossing(living, dense_case())
+    transport.register([s for rank in other.here for s in rank.storages])
+    assert finish(transport, start(transport, other, other.plans[0], 0)) is State.DONE
+    assert other.differing() == 0
+    dead.close()
+    living.close()
+
+
+def test_emulation_is_named_and_warned_about_once(wharf, caplog):
+    made = crossing(wharf, dense_case())
+    transport = reader(wharf, made)
+    with caplog.at_level(logging.WARNING, logger="kvferry.transport"):
+        reads = [start(transport, made, made.plans[0], 0) for _ in range(2)]
+        assert [finish(transport, read) for read in reads] == [State.DONE] * 2
+    path = transport.path(reads[0].peer)
+    assert path.name == "emulation over TCP (software emulation, tcp/lo)"
+    assert path.slow
+    assert "RDMA" in path.remedy
+    assert sum("a slow path" in record.message for record in caplog.records) == 1
+
+
+def test_the_path_is_unknown_before_the_first_read(wharf):
+    made = crossing(wharf, dense_case())
+    transport = reader(wharf, made)
+    assert transport.path(transport.connect(made.metadata[0])).name == "unknown"
+
+
+def test_a_progress_thread_keeps_reads_going(process):
+    wharf = NixlWharf(process)
+    made = crossing(wharf, dense_case())
+    transport = NixlTransport("d", NixlOptions(progress_thread=True))
+    transport.register(made.here[0].storages)
+    assert finish(transport, start(transport, made, made.plans[0], 0)) is State.DONE
+    assert made.differing() == 0
+    transport.close()
+    wharf.close()
+
+
+def test_the_progress_thread_is_on_by_default_where_cores_are_plenty(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    assert not NixlOptions().progresses
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    assert NixlOptions().progresses
+    assert not NixlOptions(progress_thread=False).progresses
+
+
+def test_a_closed_transport_says_so_and_closes_again():
+    transport = NixlTransport("d", NixlOptions(progress_thread=False))
+    transport.close()
+    transport.close()
+    with pytest.raises(TransportError, match="was closed"):
+        transport.metadata()
+
+
+def test_a_backend_that_is_not_there_is_refused_by_name():
+    with pytest.raises(TransportError, match="NIXL has no backend CARRIER_PIGEON here"):
+        NixlTransport("d", NixlOptions("CARRIER_PIGEON"))
+
+
+def test_without_nixl_the_way_to_install_it_is_named(monkeypatch):
+    for name in ("nixl", "nixl_cu12", "nixl_cu13"):
+        monkeypatch.setitem(sys.modules, f"{name}._api", None)
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TransportError, match="kvferry\\[nixl\\]"):
+        NixlTransport("d")
+
+
+def test_nixl_is_found_under_every_name_it_is_installed_as(monkeypatch):
+    api = module._library().api
+    for name in ("nixl_cu12", "nixl_cu13"):
+        monkeypatch.setitem(sys.modules, f"{name}._api", None)
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "nixl", type(sys)("nixl"))
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    assert module._library().api is api
+
+
+def test_settings_are_in_the_environment_for_a_moment_and_never_over_the_operators(monkeypatch, caplog):
+    monkeypatch.setenv("UCX_PROTO_INFO", "n")
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    before = dict(os.environ)
+    with caplog.at_level(logging.INFO, logger="kvferry.transport"), ucx.environment({"UCX_TLS": "tcp"}):
+        assert os.environ["UCX_TLS"] == "tcp"
+        assert os.environ["UCX_PROTO_INFO"] == "n"
+    assert dict(os.environ) == before
+    assert "UCX_PROTO_INFO=n comes from the environment and stays" in caplog.text
+
+
+def test_every_setting_has_a_reason():
+    assert all(len(setting.reason) > 20 for setting in ucx.SETTINGS)
+
+
+TABLE = """\
+[1.2] [host:1:0]   +---------+-------------+--------+
+[1.2] [host:1:0]   | {worker} {near} cfg#2             |
+[1.2] [host:1:0]   | {operation} |
+[1.2] [host:1:0]   +---------+-------------+--------+
+[1.2] [host:1:0]   |  Range  | Description | Config |
+[1.2] [host:1:0]   +---------+-------------+--------+
+[1.2] [host:1:0]   | 0..8184 | short       | tcp/lo |
+[1.2] [host:1:0]   | 8185..inf | {way} |
+[1.2] [host:1:0]   +---------+-------------+--------+
+"""
+GET = "remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda"
+
+
+def log_of(*tables: str) -> ucx.Log:
+    log = ucx.Log()
+    log.file.write_text("".join(tables))
+    return log
+
+
+@pytest.mark.parametrize(
+    ("way", "path", "slow"),
+    [
+        ("zero-copy | cuda_ipc/cuda", "CUDA IPC (zero-copy, cuda_ipc/cuda)", False),
+        ("zero-copy | rc_mlx5/mlx5_0:1/path0", "RDMA (zero-copy, rc_mlx5/mlx5_0:1/path0)", False),
+        ("zero-copy | cma/memory", "shared memory (zero-copy, cma/memory)", False),
+        ("software emulation | tcp/eth0", "emulation over TCP (software emulation, tcp/eth0)", True),
+        ("software emulation | rc_mlx5/mlx5_0:1", "emulation (software emulation, rc_mlx5/mlx5_0:1)", True),
+        ("zero-copy | tcp/eth0", "TCP (zero-copy, tcp/eth0)", True),
+        ("copy-out | unheard_of/0", "copy-out, unheard_of/0 (copy-out, unheard_of/0)", False),
+    ],
+)
+def test_ucx_tables_become_paths(way, path, slow):
+    log = log_of(TABLE.format(worker="d#1", near="inter-node", operation=GET, way=way))
+    found = ucx.classify(log.reads("d#1", "inter-node"))
+    assert (found.name, found.slow) == (path, slow)
+    assert bool(found.remedy) == slow
+    assert log.reads("d#1", "intra-node") == log.reads("d#2", "inter-node") == []
+    log.file.unlink()
+
+
+def test_several_kinds_of_connections_are_all_named_and_the_slow_one_decides():
+    one = TABLE.format(worker="d#1", near="inter-node", operation=GET, way="zero-copy | rc_mlx5/a")
+    other = TABLE.format(worker="d#1", near="inter-node", operation=GET, way="software emulation | tcp/b")
+    put = TABLE.format(worker="d#1", near="inter-node", operation="remote memory write by ucp_put*", way="zero-copy | x/y")
+    log = log_of(one, other, put)
+    found = ucx.classify(log.reads("d#1", "inter-node"))
+    assert found.name == "RDMA (zero-copy, rc_mlx5/a) or emulation over TCP (software emulation, tcp/b)"
+    assert found.slow
+    log.file.unlink()
+
+
+def test_ucx_complaints_reach_logging(caplog):
+    log = log_of("[1.2] [host:1:0]  tcp_ep.c:9 UCX  ERROR the wire is wet\n")
+    log.drain()
+    assert "the wire is wet" in caplog.text
+    log.file.unlink()
+
+
+def test_nothing_known_is_an_unknown_path():
+    assert ucx.classify([]) == Path("unknown")
+
+
+def test_no_log_file_is_left_behind():
+    transport = NixlTransport("d", NixlOptions(progress_thread=False))
+    log = ucx.ucx_log()
+    assert log is not None
+    assert not File(log.file).exists()
+    transport.close()
