@@ -49,3 +49,7 @@ class ModelError(KVFerryError):
 
 class SideError(KVFerryError):
     """A side description (``tp=2,pp=2,block=16``) that cannot be read."""
+
+
+class BenchError(KVFerryError):
+    """A benchmark asked for something that cannot be measured here."""

@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from kvferry.cli.bench import bench_app
 from kvferry.cli.plan import plan_command
 from kvferry.cli.verify import verify_command
 from kvferry.errors import KVFerryError
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan_command)
 app.command("verify")(verify_command)
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

@@ -1,0 +1,44 @@
+"""Medians of actions measured in turn, so that a machine's moods hit all of them alike."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from statistics import median
+from time import perf_counter
+
+from kvferry.errors import BenchError
+
+Action = Callable[[], float]
+Tick = Callable[[], None]
+
+LEAST_REPEATS = 15
+
+
+def silent() -> None:
+    """A tick for when nobody watches."""
+
+
+def timed(action: Callable[[], object]) -> float:
+    start = perf_counter()
+    action()
+    return perf_counter() - start
+
+
+def medians(actions: Mapping[str, Action], repeats: int, tick: Tick = silent) -> dict[str, float]:
+    """Every action says how long it took, so that cleaning up is not counted; one round goes first and is thrown away.
+
+    Every round begins with another action: each finds caches as any of the others left them.
+    """
+    if repeats < 1:
+        raise BenchError(f"{repeats} repeats: give at least 1; medians of fewer than {LEAST_REPEATS} are noisy")
+    found: dict[str, list[float]] = {name: [] for name in actions}
+    gc.collect()
+    names = list(actions)
+    for turn in range(repeats + 1):
+        for name in (names[(turn + i) % len(names)] for i in range(len(names))):
+            seconds = actions[name]()
+            if turn:
+                found[name].append(seconds)
+        tick()
+    return {name: median(samples) for name, samples in found.items()}

@@ -1,0 +1,75 @@
+"""A small bar chart as SVG: how many times faster than each baseline, with a line where both are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log10
+from xml.sax.saxutils import escape
+
+_ROW = 26
+_BAR = 16
+_LEFT = 520
+_WIDTH = 420
+_MARGIN = 60
+_COLOURS = ("#3367a8", "#d08a3c", "#6a9a5b", "#8a6fa8")
+_WIDE = 30.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One ratio of one case to one baseline; None where there is nothing to compare with."""
+
+    case: str
+    baseline: str
+    ratio: float | None
+
+
+def svg(title: str, bars: Sequence[Bar]) -> str:
+    """Ratios on a logarithmic axis where they are far apart, on a linear one otherwise."""
+    baselines = list(dict.fromkeys(bar.baseline for bar in bars))
+    ratios = [bar.ratio for bar in bars if bar.ratio]
+    axis = _Axis(min([1.0, *ratios]), max([1.0, *ratios]))
+    width = _LEFT + _WIDTH + 90
+    height = _MARGIN + _ROW * (len(bars) + 1) + 20
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
+    ]
+    for i, baseline in enumerate(baselines):
+        parts.append(f'<rect x="{12 + 190 * i}" y="34" width="12" height="12" fill="{_COLOURS[i % len(_COLOURS)]}"/>')
+        parts.append(f'<text x="{29 + 190 * i}" y="44">× {escape(baseline)}</text>')
+    last = ""
+    for i, bar in enumerate(bars):
+        y = _MARGIN + i * _ROW
+        label = bar.case if bar.case != last else ""
+        last = bar.case
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
+        if bar.ratio is None:
+            parts.append(f'<text x="{_LEFT + 4}" y="{y + 13}" fill="#777777">none</text>')
+            continue
+        colour = _COLOURS[baselines.index(bar.baseline) % len(_COLOURS)]
+        long = max(axis.at(bar.ratio), 1.0)
+        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{long:.1f}" height="{_BAR}" fill="{colour}"/>')
+        parts.append(f'<text x="{_LEFT + long + 5:.1f}" y="{y + 13}">{_shown(bar.ratio)}</text>')
+    equal = _LEFT + axis.at(1.0)
+    bottom = _MARGIN + _ROW * len(bars)
+    parts.append(f'<line x1="{equal:.1f}" x2="{equal:.1f}" y1="{_MARGIN - 6}" y2="{bottom}" stroke="#333333"/>')
+    parts.append(f'<text x="{equal:.1f}" y="{bottom + 16}" text-anchor="middle">as fast{axis.remark}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+class _Axis:
+    def __init__(self, low: float, high: float) -> None:
+        self._wide = high > _WIDE
+        self._low, self._high = (log10(low / 2), log10(high)) if self._wide else (0.0, high)
+        self.remark = " (logarithmic)" if self._wide else ""
+
+    def at(self, ratio: float) -> float:
+        value = log10(ratio) if self._wide else ratio
+        return (value - self._low) / (self._high - self._low) * _WIDTH
+
+
+def _shown(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.2f}"

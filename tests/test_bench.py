@@ -1,0 +1,253 @@
+"""Benchmarks at small sizes: every case runs and compares bytes, every form of output is whole. Nothing is timed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvferry.bench import bind, handshake, measure, page, transfer
+from kvferry.bench.case import Case, placed
+from kvferry.bench.machine import this_machine
+from kvferry.bench.memory import pattern
+from kvferry.bench.plot import Bar, svg
+from kvferry.bench.stock import RefusedError, Stock, refuse
+from kvferry.cli import app
+from kvferry.errors import BenchError
+from kvferry.models import Side
+from kvferry.plan import Binder
+
+SMALL = {"regions": 2, "page": 512}
+
+
+@pytest.fixture
+def nixl():
+    try:
+        transfer.load_nixl()
+    except BenchError as error:
+        pytest.skip(str(error))
+
+
+def kvferry(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "kvferry", *words], capture_output=True, text=True, timeout=300, check=False)
+
+
+def stock_copies(case: Case) -> set[tuple[int, int, int]]:
+    """Every byte that the baseline moves: source rank, source address, destination address."""
+    producers = [placed(m, (1 + rank) << 40) for rank, m in enumerate(case.producers)]
+    stock = Stock(placed(case.consumers[0], 0), producers)
+    whole = stock.local_list()
+    locals_ = [np.array(cut) for cut in stock.split_lists(whole)] if stock.splits > 1 else [whole]
+    found = set()
+    for source, (remote, local) in enumerate(stock.indices(case.request)):
+        there, here = stock.remote_list(source)[remote], locals_[source][local]
+        assert (there[:, 1] == here[:, 1]).all()
+        for (src, length, _), (dst, _, _) in zip(there.tolist(), here.tolist(), strict=True):
+            found |= {(source, src - ((1 + source) << 40) + i, dst + i) for i in range(length)}
+    return found
+
+
+def planned_copies(case: Case) -> set[tuple[int, int, int]]:
+    plan = case.plan()
+    found = set()
+    for source, copies in enumerate(Binder(plan).bind(case.request).copies):
+        src, dst = plan.sources[source].regions, plan.consumer.regions
+        columns = (copies.src_region, copies.src_offset, copies.dst_region, copies.dst_offset, copies.length)
+        for a, b, c, d, n in zip(*(column.tolist() for column in columns), strict=True):
+            found |= {(source, src[a].address + b + i, dst[c].address + d + i) for i in range(n)}
+    return found
+
+
+@pytest.mark.parametrize("order", ["consecutive", "scattered"])
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=1", "tp=1"), ("tp=2", "tp=1"), ("tp=1", "tp=2")])
+def test_stock_moves_the_bytes_of_whole_blocks_that_the_plan_moves(prefill, decode, order):
+    case = Case("small", prefill, decode, 48, order, blocks=9, **SMALL)
+    assert stock_copies(case) == planned_copies(case)
+
+
+def test_stock_moves_whole_blocks_where_the_plan_moves_less():
+    case = Case("small", "tp=1", "tp=1", 20, blocks=9, **SMALL)
+    assert stock_copies(case) > planned_copies(case)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ("tp=1,pp=2", "tp=1", "pipeline"),
+        ("tp=2", "tp=3", "divide"),
+        ("tp=1,layout=token", "tp=1", "layouts"),
+        ("tp=2,conv=sd", "tp=1,conv=sd", "tap"),
+        ("tp=2,layout=token", "tp=1,layout=token", "not modelled"),
+    ],
+)
+def test_what_stock_refuses_is_said_so(prefill, decode, reason):
+    layers = Case("hybrid", "tp=1", "tp=1", 16, model="nemotron-3-nano-30b-a3b").consumers[0].layers
+    with pytest.raises(RefusedError, match=reason):
+        refuse(Side.parse(prefill), Side.parse(decode), layers)
+
+
+def test_patterns_tell_ranks_and_places_apart():
+    words = np.concatenate([pattern(rank, 8 * 1000).view(np.uint64) for rank in range(3)])
+    assert len(np.unique(words)) == len(words)
+    assert len(pattern(0, 13)) == 13
+
+
+def test_medians_take_turns_and_throw_the_first_round_away():
+    calls: list[str] = []
+
+    def action(name: str):
+        return lambda: calls.append(name) or float(len(calls))
+
+    found = measure.medians({"a": action("a"), "b": action("b")}, 3)
+    assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert found == {"a": 5.0, "b": 6.0}
+
+
+def test_every_bind_case_has_a_ratio_or_a_reason():
+    found = bind.run(bind.cases(tokens=(200,)), 1)
+    assert len(found) == 8
+    assert all(row.indices and row.address_runs for row in found)
+    assert all((row.ratio_to_stock is None) == bool(row.stock_remark) for row in found)
+
+
+@pytest.mark.usefixtures("nixl")
+def test_every_transfer_case_moves_the_right_bytes_through_two_processes():
+    suite = transfer.host_cases(regions=2, blocks=8, page=512)
+    assert {case.order for case in suite} == {"consecutive", "scattered"}
+    small = [case if case.model == "pages" else replace(case, tokens=min(case.tokens, 99)) for case in suite]
+    for row in transfer.run([*small, *transfer.device_cases(2, 8, 512)], repeats=1):
+        assert row.right, row.case
+        assert row.stock_right in (None, True), row.case
+        assert (row.stock_right is None) == bool(row.stock_remark)
+        assert row.bytes > 0
+        assert row.runs > 0
+
+
+@pytest.mark.usefixtures("nixl")
+def test_handshake_rows_do_not_grow_with_blocks():
+    small, large = handshake.run(handshake.cases(2, (500, 50_000), pairs=(("tp=2", "tp=1"),)), 1)
+    assert small.rows == large.rows
+    assert large.descriptors == 100 * small.descriptors
+    assert small.footprint is not None
+    assert large.stock_footprint.peak > large.footprint.peak
+
+
+@pytest.mark.usefixtures("nixl")
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (
+            ("handshake", "--regions", "1", "--blocks", "30", "--prefill", "tp=1", "--decode", "tp=1"),
+            {"rows", "descriptors", "ratio_to_stock", "footprint", "stock_footprint", "plan_seconds", "peak_ratio"},
+        ),
+        (
+            ("transfer", "--regions", "1", "--blocks", "4", "--page", "512", "--prefill", "tp=2", "--decode", "tp=1"),
+            {"bytes", "right", "ratio_to_stock", "ratio_to_one_descriptor", "ratio_to_memcpy", "stock_right", "path", "runs"},
+        ),
+        (
+            ("bind", "--model", "llama-3.1-8b", "--tokens", "300", "--order", "scattered"),
+            {"indices", "stock_indices", "ratio_to_stock", "address_runs", "address_seconds"},
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_run_as_json_and_as_a_picture(words, keys, tmp_path):
+    picture = tmp_path / "out.svg"
+    done = kvferry("bench", *words, "--repeats", "1", "--json", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["bench"] == words[0]
+    assert found["machine"]["cores"] >= 1
+    assert all(keys <= row.keys() for row in found["results"])
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_a_run_as_a_table():
+    done = CliRunner().invoke(app, ["bench", "bind", "--model", "llama-3.1-8b", "--tokens", "300", "--repeats", "1"])
+    assert done.exit_code == 0, done.output
+    assert "× stock" in done.output
+
+
+@pytest.mark.usefixtures("nixl")
+def test_the_minimal_entry_needs_neither_rich_nor_typer():
+    program = (
+        "import sys; sys.modules['rich'] = sys.modules['typer'] = None\n"
+        "import runpy; sys.argv = ['transfer', '--help']; runpy.run_module('kvferry.bench.transfer', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--memory" in done.stdout
+
+
+def test_a_picture_escapes_names_and_shows_what_has_no_baseline():
+    text = svg("a < b & c", [Bar("x <y>", "stock", None), Bar("x <y>", "memcpy", 0.5), Bar("z", "stock", 400.0)])
+    words = [element.text for element in ET.fromstring(text).iter() if element.text and element.text.strip()]
+    assert {"a < b & c", "x <y>", "none", "0.50", "400"} <= set(words)
+
+
+def test_the_page_keeps_its_device_section_unless_a_new_one_is_given():
+    before = f"{page.BEGIN}\nmeasured once\n{page.END}\n"
+    kept = page.written(this_machine(), 15, [], [], [], None, before)
+    assert f"{page.BEGIN}\nmeasured once\n{page.END}" in kept
+    assert "Not measured yet." in page.written(this_machine(), 15, [], [], [], None, "")
+
+
+def test_the_page_says_that_both_processes_share_one_gpu(tmp_path):
+    row = transfer.Moved(
+        "whole pages", "pages", "tp=1", "tp=1", "consecutive", "vram", 16, 1 << 20, 1, "CUDA IPC", True,
+        1.0, 0.5, 2.0, 1 << 20, True, "", 0.9, 0.8, 2.0, 0.9, 0.8, 1.0,
+    )  # fmt: skip
+    record = {"bench": "transfer", "machine": this_machine("a GPU"), "repeats": 15, "results": [row]}
+    (tmp_path / "gpu.json").write_bytes(page.msgspec.json.encode(record))
+    device = page.read_device(tmp_path / "gpu.json")
+    text = page.written(this_machine(), 15, [], [], [], device, "")
+    assert re.search(r"Both processes share one GPU.*CUDA IPC.*whole pages", text, flags=re.DOTALL)
+
+
+def test_host_results_are_not_taken_for_a_device(tmp_path):
+    (tmp_path / "bad.json").write_text('{"machine": 1}')
+    with pytest.raises(BenchError, match="--gpu"):
+        page.read_device(tmp_path / "bad.json")
+    with pytest.raises(BenchError, match="--gpu"):
+        page.read_device(Path("/no/such/file"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("handshake", "--blocks", "many"),
+        ("handshake", "--blocks", "0"),
+        ("handshake", "--regions", "0"),
+        ("handshake", "--repeats", "0"),
+        ("handshake", "--prefill", "tp=1"),
+        ("handshake", "--prefill", "tp=1,pp=2", "--decode", "tp=1"),
+        ("transfer", "--memory", "tape"),
+        ("transfer", "--memory", "vram", "--blocks", "1", "--regions", "1"),
+        ("transfer", "--order", "sideways"),
+        ("transfer", "--page", "100"),
+        ("transfer", "--blocks", "-1"),
+        ("transfer", "--model", "no-such-model"),
+        ("transfer", "--prefill", "tp=1", "--decode", "tp=3"),
+        ("transfer", "--blocks", "10000000", "--regions", "1000"),
+        ("bind", "--tokens", "1,x"),
+        ("bind", "--tokens", "0"),
+        ("bind", "--model", "llama-3.1-8b", "--tokens", "100", "--repeats", "1", "--plot", "/no/such/folder/out.svg"),
+        ("report", "--out", "page.md", "--gpu", "/no/such/file"),
+        ("sideways",),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.usefixtures("nixl")
+def test_bad_arguments_are_one_clear_message_and_exit_code_2(words):
+    done = kvferry("bench", *words)
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip()
