@@ -136,6 +136,7 @@ class Binder:
         if not 0 <= request.start <= request.tokens:
             raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range")
         tiles, ranges = self._tiles(request)
+        self._load(request, ranges)
         parts: list[list[tuple[Ints, ...]]] = [[] for _ in self.plan.sources]
         for (i, level), placed in tiles.items():
             parts[self.plan.edges[i].source].append(self._place(self._edges[i][level], placed))
@@ -151,8 +152,7 @@ class Binder:
         if request.start == request.tokens:
             return {}, ranges
         src = {g: _table(request.src, group, "producer") for g, group in self._src_groups.items()}
-        read = {e.dst_group for e in self.plan.edges} | {f.group for f in self.plan.fills if f.group in request.dst}
-        dst = {g: _table(request.dst, self._dst_groups[g], "consumer") for g in sorted(read)}
+        dst = {g: _table(request.dst, self._dst_groups[g], "consumer") for g in self._read_groups(request)}
         for group in (self._dst_groups[g] for g in dst):
             if group.tokens and request.start % group.tokens:
                 raise BindError(
@@ -173,18 +173,28 @@ class Binder:
                         there[at // src_tokens], at % src_tokens // grain.tokens,
                         here[at // dst_tokens], at % dst_tokens // grain.tokens,
                     )  # fmt: skip
-        for group in (self._dst_groups[g] for g in dst):
-            if group.tokens:
-                wanted = [r.low for (g, _), r in ranges.needs.items() if g == group.id]
-                low = min(wanted, default=max(request.start, group.keeps.first_needed(request.tokens)))
-                stop = -(-request.tokens // group.tokens)
-                first = low // group.tokens
-                _covers(dst[group.id], stop, group, "consumer")
-                ranges.loaded[group.id] = (first * group.tokens, stop * group.tokens)
-                ranges.holes[group.id] = _holes(dst[group.id], first, stop, group.tokens)
-            else:
-                ranges.loaded[group.id] = (0, 0)
         return out, ranges
+
+    def _load(self, request: Request, ranges: _Ranges) -> None:
+        """Note which blocks of the consumer are loaded, and their holes: what fills look at."""
+        if request.start == request.tokens:
+            return
+        for group in (self._dst_groups[g] for g in self._read_groups(request)):
+            if not group.tokens:
+                ranges.loaded[group.id] = (0, 0)
+                continue
+            table = _table(request.dst, group, "consumer")
+            wanted = [r.low for (g, _), r in ranges.needs.items() if g == group.id]
+            low = min(wanted, default=max(request.start, group.keeps.first_needed(request.tokens)))
+            stop = -(-request.tokens // group.tokens)
+            first = low // group.tokens
+            _covers(table, stop, group, "consumer")
+            ranges.loaded[group.id] = (first * group.tokens, stop * group.tokens)
+            ranges.holes[group.id] = _holes(table, first, stop, group.tokens)
+
+    def _read_groups(self, request: Request) -> list[int]:
+        filled = {f.group for f in self.plan.fills if f.group in request.dst}
+        return sorted({e.dst_group for e in self.plan.edges} | filled)
 
     def _range(self, request: Request, edge: Edge, there: Ints, here: Ints, ranges: _Ranges) -> _Range:
         """The tokens to copy for an edge's need; ranks of one producer agree on them, so they are found once."""
@@ -303,7 +313,7 @@ def _table(tables: Mapping[int, Table], group: Group, name: str) -> Ints:
         table = np.atleast_1d(np.asarray(tables[group.id], dtype=np.int64))
     except (TypeError, ValueError, OverflowError) as error:
         raise BindError(f"the {name}'s block table of group {group.id} is not a list of block ids: {error}") from None
-    if table.ndim != 1 or (len(table) and (table.min() < HOLE or table.max() >= group.blocks)):
+    if table.ndim != 1 or (len(table) and int((table - HOLE).view(np.uint64).max()) > group.blocks):
         raise BindError(f"the {name}'s block table of group {group.id} has ids outside [0, {group.blocks})")
     if not group.tokens and (len(table) != 1 or table[0] == HOLE):
         raise BindError(f"group {group.id} is paged by state: the {name} must name the one block that holds it")
@@ -383,6 +393,9 @@ def _cut(intervals: Intervals, grains: Sequence[Grain]) -> list[Ints]:
     start, stop = intervals
     out = []
     for grain in grains:
+        if not len(start):
+            out.append(start)
+            continue
         low, high = -(-start // grain.tokens), stop // grain.tokens
         some = low < high
         out.append(_ranges_between(low[some], high[some]) * grain.tokens)
