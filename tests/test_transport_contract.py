@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 
 import msgspec
 import pytest
@@ -306,9 +307,9 @@ def test_damaged_metadata_is_refused_wherever_the_damage_is(wharf):
     made = crossing(wharf, dense_case())
     transport = reader(wharf, made)
     data = made.metadata[0]
-    for at in range(0, len(data), 17):
+    for at, bit in product(range(len(data)), (1, 0x80)):
         with pytest.raises(TransportError):
-            transport.connect(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            transport.connect(data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
     assert finish(transport, start(transport, made, made.plans[0], 0)) is State.DONE
 
 

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path as File
 
+import msgspec
 import pytest
 
 from kvferry.errors import TransportError
 from kvferry.transport import NixlOptions, NixlTransport, Path, State, ucx
 from kvferry.transport import nixl as module
+from kvferry.transport.metadata import decode_metadata, encode_metadata
 from kvferry.transport.nixl import NixlRead
 from transport_peer import PeerProcess
 from transport_suite import TCP, TIMEOUT_S, Crossing, NixlWharf, crossing, dense_case, finish, start, until
@@ -90,6 +92,29 @@ def test_a_forgotten_peer_is_kept_until_its_reads_have_ended(wharf):
     wharf.resume()
     until(lambda: transport.release(read), "the release")
     assert finish(transport, start(transport, made, made.plans[0], 0)) is State.DONE
+
+
+def test_a_peer_forgotten_and_connected_while_a_read_lingers_is_prepared_anew(wharf):
+    made = crossing(wharf, dense_case(blocks=256))
+    transport = reader(wharf, made)
+    wharf.stop()
+    read = start(transport, made, made.plans[0], 0)
+    transport.forget(read.peer)
+    assert transport.connect(made.metadata[0]) == read.peer
+    with pytest.raises(TransportError, match="prepare it again"):
+        transport.read(read.prepared, {})
+    wharf.resume()
+    assert finish(transport, start(transport, made, made.plans[0], 0)) is State.DONE
+    until(lambda: transport.release(read), "the release")
+    assert made.differing() == 0
+
+
+def test_metadata_that_names_another_agent_inside_is_refused(wharf):
+    made = crossing(wharf, dense_case())
+    transport = reader(wharf, made)
+    found = decode_metadata(made.metadata[0], "nixl")
+    with pytest.raises(TransportError, match="sends NIXL metadata of p0#"):
+        transport.connect(encode_metadata(msgspec.structs.replace(found, name="somebody else")))
 
 
 def test_a_dead_peer_over_shared_memory_fails_and_the_next_one_works(process):
@@ -250,8 +275,9 @@ def test_several_kinds_of_connections_are_all_named_and_the_slow_one_decides():
 
 def test_ucx_complaints_reach_logging(caplog):
     log = log_of("[1.2] [host:1:0]  tcp_ep.c:9 UCX  ERROR the wire is wet\n")
-    log.drain()
+    assert log.drain() == "the wire is wet"
     assert "the wire is wet" in caplog.text
+    assert log.drain() == ""
     log.file.unlink()
 
 

@@ -31,7 +31,7 @@ class StorageEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     device: Index
 
 
-class Metadata(Struct, frozen=True):
+class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
     """Who can be reached, on which host, with which storages; `blob` is the library's own."""
 
     carrier: Name
@@ -63,7 +63,7 @@ def decode_metadata(data: bytes, carrier: str) -> Metadata:
         raise TransportError(f"peer metadata of {len(data):,} bytes; at most {MAX_METADATA_BYTES:,} are accepted")
     try:
         found = msgspec.msgpack.decode(data, type=Metadata)
-    except msgspec.MsgspecError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise TransportError(
             f"these {len(data):,} bytes are not a peer's metadata ({error}); send what metadata() gave"
         ) from None

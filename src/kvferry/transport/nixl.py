@@ -121,11 +121,12 @@ class NixlRead:
 
 @dataclass(eq=False)
 class _Peer:
-    """A connected peer: what it registered, what is in flight, and whether the caller has dropped it."""
+    """A connected peer: what it registered, what is in flight, and whether the caller has dropped it. `void` was prepared
+    before it was dropped and is kept for reads that have not ended."""
 
     metadata: Metadata
-    digest: bytes
     prepared: list[NixlPrepared] = field(default_factory=list)
+    void: list[NixlPrepared] = field(default_factory=list)
     reads: dict[NixlRead, None] = field(default_factory=dict)
     descriptors: int = 0
     moved_at: float = 0.0
@@ -218,14 +219,17 @@ class NixlTransport:
         if known is not None:
             return self._again(known, found)
         try:
-            self._agent.add_remote_agent(found.blob)
+            loaded = self._agent.add_remote_agent(found.blob)
         except self._library.errors as error:
             raise TransportError(f"peer {found.name}: NIXL does not accept its metadata: {error}; fetch it again") from error
-        self._peers[found.name] = _Peer(found, found.digest)
-        return found.name
+        name = loaded.decode("utf-8", "replace") if isinstance(loaded, bytes) else str(loaded)
+        if name != found.name:
+            raise TransportError(f"peer {found.name} sends NIXL metadata of {name}; fetch its own")
+        self._peers[name] = _Peer(found)
+        return name
 
     def _again(self, known: _Peer, found: Metadata) -> str:
-        if known.digest != found.digest:
+        if known.metadata.digest != found.digest:
             raise TransportError(
                 f"peer {found.name} is connected with other metadata; forget it and release its reads, then connect again"
             )
@@ -384,8 +388,9 @@ class NixlTransport:
         read.state = State.FAILED
         read.waiting.clear()
         log = ucx.ucx_log()
-        if log is not None:
-            log.drain()
+        complaint = log.drain() if log is not None else ""
+        if complaint:
+            reason = f"{reason} (UCX: {complaint})"
         advice = "release the read until its destination is safe, then forget the peer and connect again"
         read.error = f"peer {read.peer}: {reason}; {len(read.landed)} of {read.total} windows had arrived; {advice}"
 
@@ -448,6 +453,8 @@ class NixlTransport:
         if known is None:
             return
         known.dropped = True
+        known.void += known.prepared
+        known.prepared.clear()
         for read in known.reads:
             if read.state is State.RUNNING:
                 self._fail(read, "it was forgotten here")
@@ -466,12 +473,13 @@ class NixlTransport:
         del self._peers[name]
 
     def _release_lists(self, peer: _Peer) -> None:
-        for prepared in peer.prepared:
+        for prepared in (*peer.prepared, *peer.void):
             for side in (prepared.lists.src, prepared.lists.dst):
                 if side is not None:
                     self._agent.release_dlist_handle(side)
             prepared.lists.src = prepared.lists.dst = None
         peer.prepared.clear()
+        peer.void.clear()
 
     def close(self) -> None:
         """End the agent and with it every connection: afterwards nothing can land, whatever was in flight."""

@@ -69,21 +69,22 @@ class Log:
         self._rest = ""
         self._table: list[list[str]] = []
         self._reads: dict[tuple[str, str], dict[str, None]] = {}
-        self.complaint = ""
 
-    def drain(self) -> None:
-        """Take in what UCX wrote since; it buffers, and flushing C's streams is the only way to have all of it."""
+    def drain(self) -> str:
+        """Take in what UCX wrote since, and return its last complaint. UCX buffers; only flushing C's streams brings all."""
         ctypes.CDLL(None).fflush(None)
         *lines, self._rest = (self._rest + self._stream.read()).split("\n")
+        complaint = ""
         for line in lines:
             if "UCX  WARN" in line or "UCX  ERROR" in line:
-                self.complaint = line.rpartition("UCX  ")[2].strip()
-                logger.warning("UCX: %s", self.complaint)
+                complaint = line.rpartition("UCX  ")[2].partition(" ")[2].strip()
+                logger.warning("UCX: %s", complaint)
             body = line.partition("]   ")[2] or line
             if body.startswith("|"):
                 self._table.append([cell.strip() for cell in body.strip("|").split("|")])
             elif not body.startswith("+") or len(self._table) > 3:
                 self._close_table()
+        return complaint
 
     def reads(self, agent: str, near: str) -> list[str]:
         """Ways in which the agent reads from peers that are `intra-node` or `inter-node`."""
