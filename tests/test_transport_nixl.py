@@ -117,24 +117,24 @@ def test_metadata_that_names_another_agent_inside_is_refused(wharf):
         transport.connect(encode_metadata(msgspec.structs.replace(found, name="somebody else")))
 
 
-def test_a_dead_peer_over_shared_memory_fails_and_the_next_one_works(process):
-    dead = NixlWharf(PeerProcess())
-    made = crossing(dead, dense_case())
-    transport = reader(dead, made, timeout_s=TIMEOUT_S)
+def test_a_dead_peer_over_shared_memory_fails_and_the_next_one_works():
+    wharf = NixlWharf(PeerProcess())
+    made = crossing(wharf, dense_case())
+    transport = reader(wharf, made, timeout_s=TIMEOUT_S)
     assert finish(transport, start(transport, made, made.plans[0], 0)) is State.DONE
-    dead.kill()
+    wharf.kill()
     read = start(transport, made, made.plans[0], 0, b"never")
     assert finish(transport, read) is State.FAILED
     assert read.peer in read.error
     until(lambda: transport.release(read), "the release")
     transport.forget(read.peer)
-    living = NixlWharf(process)
-    other = crossing(living, dense_case())
+    wharf.restart()
+    other = crossing(wharf, dense_case())
     transport.register([s for rank in other.here for s in rank.storages])
     assert finish(transport, start(transport, other, other.plans[0], 0)) is State.DONE
     assert other.differing() == 0
-    dead.close()
-    living.close()
+    wharf.close()
+    wharf.peer.close()
 
 
 def test_emulation_is_named_and_warned_about_once(wharf, caplog):

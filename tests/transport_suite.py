@@ -98,6 +98,10 @@ class Wharf(Protocol):
 
     def kill(self) -> None: ...
 
+    def restart(self) -> None:
+        """After a kill: make room for other producers."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -141,6 +145,8 @@ class InProcessWharf:
     def kill(self) -> None:
         for _, transport in self._held:
             self.harbour.kill(transport.name)
+
+    def restart(self) -> None:
         self._held.clear()
 
     def close(self) -> None:
@@ -185,6 +191,10 @@ class NixlWharf:
 
     def kill(self) -> None:
         self.peer.send_signal(signal.SIGKILL)
+
+    def restart(self) -> None:
+        self.peer.close()
+        self.peer = PeerProcess()
 
     def close(self) -> None:
         for transport in self._ours:
