@@ -24,6 +24,7 @@ from transport_suite import (
     crossing,
     dense_case,
     finish,
+    heard_so_far,
     model_case,
     start,
     until,
@@ -96,16 +97,8 @@ def test_the_notification_arrives_once_and_after_the_bytes(wharf):
     read = start(transport, made, made.plans[0], 0, b"done 7")
     assert not wharf.heard() or not made.differing()
     assert finish(transport, read) is State.DONE
-    heard: list[tuple[str, str, bytes]] = []
-
-    def arrived() -> bool:
-        heard.extend(wharf.heard())
-        return bool(heard)
-
-    until(arrived, "the notification")
     assert made.differing() == 0
-    heard += wharf.heard()
-    assert [(sender, message) for _, sender, message in heard] == [(transport.name, b"done 7")]
+    assert heard_so_far(wharf, transport, read.peer) == [b"done 7"]
 
 
 def test_a_read_of_nothing_is_done_and_notifies(wharf):
@@ -115,7 +108,7 @@ def test_a_read_of_nothing_is_done_and_notifies(wharf):
     prepared = transport.prepare(plan, 0, transport.connect(made.metadata[0]))
     read = transport.read(prepared, Binder(plan).tiles(Request(0, {}, {})), b"none")
     assert finish(transport, read) is State.DONE
-    until(lambda: [m for _, _, m in wharf.heard()] == [b"none"], "the notification")
+    until(lambda: [(sender, m) for _, sender, m in wharf.heard()] == [(transport.name, b"none")], "the notification")
     assert transport.telemetry(read).bytes == 0
     assert transport.release(read)
 
@@ -197,8 +190,7 @@ def test_a_stopped_peer_fails_the_read_and_holds_its_destination(breakable):
     for rank in made.here:
         for buffer in rank.buffers:
             buffer[:] = 0
-    transport.notifications()
-    assert breakable.heard() == []
+    assert heard_so_far(breakable, transport, read.peer) == []
     assert not any(buffer.any() for rank in made.here for buffer in rank.buffers)
 
 
@@ -244,8 +236,7 @@ def test_a_read_given_up_sends_no_notification(breakable):
     assert transport.poll(read) is State.FAILED
     breakable.resume()
     until(lambda: transport.release(read), "the release")
-    transport.notifications()
-    assert breakable.heard() == []
+    assert heard_so_far(breakable, transport, read.peer) == []
 
 
 def test_closing_ends_what_is_under_way(breakable):

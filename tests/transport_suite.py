@@ -238,3 +238,18 @@ def start(transport: Transport, made: Crossing, plan: Plan, number: int, notific
     peer = transport.connect(made.metadata[made.source(plan, number)])
     prepared = transport.prepare(plan, number, peer)
     return transport.read(prepared, Binder(plan).tiles(made.case.request), notification)
+
+
+def heard_so_far(wharf: Wharf, transport: Transport, peer: str) -> list[bytes]:
+    """Notifications that reached the producers, up to one that is sent now: they arrive in order."""
+    heard: list[bytes] = []
+    transport.notify(peer, b"marker")
+
+    def arrived() -> bool:
+        transport.notifications()
+        heard.extend(message for _, _, message in wharf.heard())
+        return b"marker" in heard
+
+    until(arrived, "the marker")
+    heard.remove(b"marker")
+    return heard
