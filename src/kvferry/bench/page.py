@@ -70,13 +70,17 @@ def _prepared(results: Sequence[Prepared]) -> Rows:
 
 
 def _moved(results: Sequence[Moved]) -> Rows:
-    head = ("move a request", "MB", "stock's MB", "runs", "× stock", "× one descriptor", "× memcpy", "GB/s", "bytes")
+    head, body = _moved_ratios(results)
+    return (*head, "GB/s"), [(*row, f"{found.gigabytes_per_second:,.1f}") for row, found in zip(body, results, strict=True)]
+
+
+def _moved_ratios(results: Sequence[Moved]) -> Rows:
+    head = ("move a request", "MB", "stock's MB", "runs", "× stock", "× one descriptor", "× memcpy", "bytes")
     return head, [
         (
             row.case, f"{row.bytes / 1e6:,.1f}", "" if row.stock_bytes is None else f"{row.stock_bytes / 1e6:,.1f}",
             f"{row.runs:,}", row.stock_remark or _ratio(row.ratio_to_stock),
-            _ratio(row.ratio_to_one_descriptor), _ratio(row.ratio_to_memcpy), f"{row.gigabytes_per_second:,.1f}",
-            "right" if row.right else "WRONG",
+            _ratio(row.ratio_to_one_descriptor), _ratio(row.ratio_to_memcpy), "right" if row.right else "WRONG",
         )
         for row in results
     ]  # fmt: skip
@@ -123,7 +127,7 @@ def written(
         machine=described(machine),
         repeats=repeats,
         prepared=_markdown(_prepared(prepared)),
-        moved=_markdown(_moved(moved)),
+        moved=_markdown(_moved_ratios(moved)),
         bound=_markdown(_bound(bound)),
         device=f"{BEGIN}\n{_device(device, before)}\n{END}",
     )

@@ -204,18 +204,29 @@ class Binder:
         need, group = self.plan.needs[edge.need], self._dst_groups[edge.dst_group]
         source = self._src_groups[edge.src_group]
         first, low, high = _wanted(need, group, request)
-        for table, side, name in ((there, source, "producer"), (here, group, "consumer")):
+        sides = ((there, source, "producer"), (here, group, "consumer"))
+        for table, side, name in sides:
             _covers(table, -(-high // side.tokens), side, name)
-            _no_holes(table, side, first, min(high, request.tokens), need, name)
+        if all(_whole(table, side, low, high) for table, side, _ in sides):
+            copied = _interval(low, high)
+        else:
+            for table, side, name in sides:
+                _no_holes(table, side, first, min(high, request.tokens), need, name)
+            copied = self._copied(request, source, group, there, here, low, high, ranges)
+        found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, low, first)
+        return found
+
+    def _copied(
+        self, request: Request, source: Group, group: Group, there: Ints, here: Ints, low: int, high: int, ranges: _Ranges
+    ) -> Intervals:
+        """[low, high) less what has a hole on either side; blocks that lack something must not be found by their hash."""
         bad = [_holes(t, low // g.tokens, -(-high // g.tokens), g.tokens) for t, g in ((there, source), (here, group))]
-        copied = _subtract(low, high, _union(*bad))
         if group.hashed and len(bad[0][0]):
             full = request.tokens // group.tokens
             lost = _ranges_between(np.maximum(bad[0][0], low) // group.tokens, -(-bad[0][1] // group.tokens))
             lost = np.unique(lost[lost < full])
             ranges.unhashable[group.id].append(lost[here[lost] != HOLE])
-        found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, low, first)
-        return found
+        return _subtract(low, high, _union(*bad))
 
     def _fill(self, request: Request, ranges: _Ranges) -> Fills:
         parts: list[tuple[Ints, ...]] = []
@@ -310,14 +321,23 @@ def _table(tables: Mapping[int, Table], group: Group, name: str) -> Ints:
     if group.id not in tables:
         raise BindError(f"the {name}'s block table of group {group.id} is missing")
     try:
-        table = np.atleast_1d(np.asarray(tables[group.id], dtype=np.int64))
+        table = np.asarray(tables[group.id], dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise BindError(f"the {name}'s block table of group {group.id} is not a list of block ids: {error}") from None
-    if table.ndim != 1 or (len(table) and int((table - HOLE).view(np.uint64).max()) > group.blocks):
+    if table.ndim == 0:
+        table = table.reshape(1)
+    if table.ndim != 1 or not _inside(table, group.blocks):
         raise BindError(f"the {name}'s block table of group {group.id} has ids outside [0, {group.blocks})")
     if not group.tokens and (len(table) != 1 or table[0] == HOLE):
         raise BindError(f"group {group.id} is paged by state: the {name} must name the one block that holds it")
     return table
+
+
+def _inside(table: Ints, blocks: int) -> bool:
+    """Whether all ids are a block's or HOLE; as unsigned numbers from HOLE on, they need one comparison."""
+    if len(table) < 2:
+        return all(HOLE <= block < blocks for block in table.tolist())
+    return int((table - HOLE).view(np.uint64).max()) <= blocks
 
 
 def _wanted(need: Need, group: Group, request: Request) -> tuple[int, int, int]:
@@ -345,6 +365,18 @@ def _entries_read(need: Need, request: Request, first: int) -> float:
 def _covers(table: Ints, blocks: int, group: Group, name: str) -> None:
     if len(table) < blocks:
         raise BindError(f"the {name}'s block table of group {group.id} has {len(table)} places, {blocks} are needed")
+
+
+def _whole(table: Ints, group: Group, low: int, high: int) -> bool:
+    """Whether every place of the tokens [low, high) has a block."""
+    tokens = group.tokens
+    places = table[low // tokens : -(-high // tokens)]
+    return not len(places) or int(places.min()) != HOLE
+
+
+def _interval(low: int, high: int) -> Intervals:
+    """[low, high) alone, or nothing."""
+    return (np.array([low]), np.array([high])) if low < high else (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def _no_holes(table: Ints, group: Group, first: int, stop: int, need: Need, name: str) -> None:
@@ -382,6 +414,8 @@ def _subtract(low: int, high: int, bad: Intervals) -> Intervals:
 
 def _ranges_between(start: Ints, stop: Ints) -> Ints:
     """All integers of the half-open ranges, one range after the other."""
+    if len(start) == 1:
+        return np.arange(int(start[0]), int(stop[0]), dtype=np.int64)
     count = np.maximum(stop - start, 0)
     total = int(count.sum())
     ahead: Ints = np.repeat(start - (np.cumsum(count) - count), count)
