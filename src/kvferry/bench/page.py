@@ -161,7 +161,7 @@ Machine: {machine}.
 
 The baselines:
 
-- **stock**: a model of what vLLM 0.32's NIXL connector does, written from how it behaves (`kvferry.bench.stock` says what it
+- **stock**: a model of what vLLM 0.32's NIXL connector does, not that connector itself (`kvferry.bench.stock` says what it
   models and leaves out): a dense list of a whole-page descriptor per block and region, four per Mamba state, prepared
   once on each side, indexed per request through Python lists; per source rank, its lists are cut in a loop;
 - **one descriptor**: a single contiguous NIXL read of as many bytes, the limit of the wire;
@@ -172,7 +172,8 @@ The baselines:
     kvferry bench handshake
 
 Rows do not grow with blocks. Memory is what a fresh process's resident set grows by, at its peak and for good, Python and
-native together; less than a page counts as one. Planning, which happens once for a pair of sides and includes the proof,
+native together; less than a page of the kernel counts as one, so that the largest ratios are those of a page. What stock
+keeps is its own array of descriptors: NIXL itself stores such a list compressed. Planning, which happens once for a pair of sides and includes the proof,
 is shown as a multiple of preparing.
 
 {prepared}
@@ -184,7 +185,8 @@ is shown as a multiple of preparing.
 Two processes, host memory, no progress threads. From block tables to the last byte: binding, posting, waiting. Bytes are
 compared before anything is timed. Stock merges consecutive whole pages as well as we do, so that nobody wins there; where
 a request needs less than whole blocks we move less; slices of pages and scattered pages cost a descriptor each for
-everyone. Ratios below 1 are shown like all others.
+everyone. Ratios below 1 are shown like all others. They vary from run to run: on two cores shared with other work, seven
+runs of equal sides gave 0.91 to 1.04 of stock.
 
 {moved}
 
