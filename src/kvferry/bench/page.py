@@ -173,7 +173,8 @@ The baselines:
 
 Rows do not grow with blocks. Memory is what a fresh process's resident set grows by, at its peak and for good, Python and
 native together; less than a page of the kernel counts as one, so that the largest ratios are those of a page. What stock
-keeps is its own array of descriptors: NIXL itself stores such a list compressed. Planning, which happens once for a pair of sides and includes the proof,
+keeps is its own array of descriptors: NIXL itself stores such a list compressed. Planning, which happens once for a pair of
+sides and includes the proof,
 is shown as a multiple of preparing.
 
 {prepared}
