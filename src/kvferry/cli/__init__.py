@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from kvferry.cli.bench import bench_app
+from kvferry.cli.demo import demo_command
 from kvferry.cli.plan import plan_command
 from kvferry.cli.verify import verify_command
 from kvferry.errors import KVFerryError
@@ -20,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("plan")(plan_command)
+app.command("demo")(demo_command)
 app.command("verify")(verify_command)
 app.add_typer(bench_app, name="bench")
 
