@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import typer
-from rich.console import Console
 
+from kvferry.cli.output import complain
 from kvferry.cli.plan import plan_command
 from kvferry.cli.verify import verify_command
 from kvferry.errors import KVFerryError
@@ -17,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 app.command("plan")(plan_command)
 app.command("verify")(verify_command)
@@ -27,8 +28,5 @@ def main() -> None:
     try:
         app()
     except KVFerryError as error:
-        Console(stderr=True).print(f"kvferry: {error}", style="red", markup=False, highlight=False)
+        complain(str(error))
         sys.exit(2)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)

@@ -25,7 +25,8 @@ Intervals = tuple[Ints, Ints]
 
 @dataclass(frozen=True)
 class Request:
-    """What one request asks of a plan: the consumer will hold `tokens` tokens and holds the first `start` already.
+    """What one request asks of a plan: the consumer will hold `tokens` tokens and holds the first `start` already, with
+    the state after them; if it holds all, nothing is moved.
 
     Tables are keyed by group id: for tokens, block ids by place in the sequence; for state, the one block that holds the
     state after `tokens` tokens.
@@ -132,8 +133,6 @@ class Binder:
 
     def bind(self, request: Request) -> Binding:
         """The copies and fills of one request; raises BindError where its tables do not fit the plan."""
-        if not 0 <= request.start <= request.tokens:
-            raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range")
         tiles, ranges = self._tiles(request)
         parts: list[list[tuple[Ints, ...]]] = [[] for _ in self.plan.sources]
         for (i, level), placed in tiles.items():
@@ -141,18 +140,28 @@ class Binder:
         copies = tuple(Copies(*_merged(columns)) for columns in parts)
         return Binding(copies, self._fill(request, ranges), self._unhashable(ranges), self._useful(request, ranges))
 
+    def runs(self, request: Request) -> int:
+        """How many contiguous runs the copies of a request have before neighbours are merged."""
+        return sum(len(self._edges[i][level]) * len(t.src_block) for (i, level), t in self.tiles(request).items())
+
     def tiles(self, request: Request) -> dict[tuple[int, int], Tiles]:
         """The tiles to copy, by (edge, level of its grains)."""
         return self._tiles(request)[0]
 
     def _tiles(self, request: Request) -> tuple[dict[tuple[int, int], Tiles], _Ranges]:
         ranges = _Ranges()
+        counts = (request.start, request.tokens)
+        if not all(isinstance(count, (int, np.integer)) for count in counts) or not 0 <= request.start <= request.tokens:
+            raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range of whole tokens")
         if request.start == request.tokens:
             return {}, ranges
         src = {g: _table(request.src, group, "producer") for g, group in self._src_groups.items()}
         read = {e.dst_group for e in self.plan.edges} | {f.group for f in self.plan.fills if f.group in request.dst}
         dst = {g: _table(request.dst, self._dst_groups[g], "consumer") for g in sorted(read)}
         for group in (self._dst_groups[g] for g in dst):
+            taken = np.sort(dst[group.id][dst[group.id] != HOLE])
+            if (taken[1:] == taken[:-1]).any():
+                raise BindError(f"the consumer's block table of group {group.id} names a block twice")
             if group.tokens and request.start % group.tokens:
                 raise BindError(
                     f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
@@ -199,6 +208,7 @@ class Binder:
         bad = [_holes(t, low // g.tokens, -(-high // g.tokens), g.tokens) for t, g in ((there, source), (here, group))]
         copied = _subtract(low, high, _union(*bad))
         if group.hashed and len(bad[0][0]):
+            # A block that is not full yet is only ever found by longer requests, and those look back less far.
             full = request.tokens // group.tokens
             lost = _ranges_between(np.maximum(bad[0][0], low) // group.tokens, -(-bad[0][1] // group.tokens))
             lost = np.unique(lost[lost < full])
@@ -281,12 +291,12 @@ def _table(tables: Mapping[int, Table], group: Group, name: str) -> Ints:
     """A group's table, every block id checked against the group."""
     if group.id not in tables:
         raise BindError(f"the {name}'s block table of group {group.id} is missing")
-    try:
-        table = np.atleast_1d(np.asarray(tables[group.id], dtype=np.int64))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BindError(f"the {name}'s block table of group {group.id} is not a list of block ids: {error}") from None
-    if table.ndim != 1 or (len(table) and (table.min() < HOLE or table.max() >= group.blocks)):
+    found = np.atleast_1d(np.asarray(tables[group.id]))
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise BindError(f"the {name}'s block table of group {group.id} is not a list of block ids")
+    if len(found) and (found.min() < HOLE or found.max() >= group.blocks):
         raise BindError(f"the {name}'s block table of group {group.id} has ids outside [0, {group.blocks})")
+    table = found.astype(np.int64)
     if not group.tokens and (len(table) != 1 or table[0] == HOLE):
         raise BindError(f"group {group.id} is paged by state: the {name} must name the one block that holds it")
     return table
