@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -98,6 +99,9 @@ def test_verify_covers_the_zoo_by_default_with_enough_pairs():
         ("plan", "--model", "/", "--prefill", "tp=1", "--decode", "tp=1"),
         ("verify", "--model", "llama-3.1-8b", "--tp", "one"),
         ("verify", "--model", "llama-3.1-8b", "--pp", "0"),
+        ("verify", "--model", "llama-3.1-8b", "--jobs", "-5"),
+        ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=1,kv=transposed", "--decode", "tp=1", "--tokens", "100000"),
+        ("plan", "--model", "", "--prefill", "tp=1", "--decode", "tp=1"),
         ("verify", "--model", "llama-3.1-8b", "--decode", "layout=sideways"),
         ("frobnicate",),
     ],
@@ -109,3 +113,27 @@ def test_bad_input_is_one_clear_message_and_exit_code_2(words):
     assert "Traceback" not in done.stderr
     assert done.stderr.strip()
     assert done.stdout == ""
+
+
+def test_a_reader_that_goes_away_is_not_a_failed_proof():
+    command = f"{sys.executable} -m kvferry verify --model lfm2-1.2b --tp 1 --pp 1 | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_one_message():
+    command = f"{sys.executable} -m kvferry verify --model lfm2-1.2b --tp 1 --pp 1 --json > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvferry: standard output")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_arrows_still_gets_its_tables():
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry", "plan", "--model", "lfm2-1.2b", "--prefill", "tp=1", "--decode", "tp=1"],
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "proved" in done.stdout

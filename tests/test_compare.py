@@ -307,3 +307,22 @@ def test_state_that_the_ranks_present_do_not_hold_is_named_by_axis_and_interval(
     found = caught.value.mismatches
     assert Mismatch("head [0, 2) is held by no producer rank", "layers.0.attn", "k") in found
     assert Mismatch("channel [0, 4) is held by no producer rank", "layers.7.mixer", "conv.x") in found
+
+
+def test_an_extent_that_is_not_there_is_named_for_every_layer():
+    layers = {f"l{i}": Attention(4, 2) for i in range(5)}
+    with pytest.raises(MismatchError) as refused:
+        make_plan(side("d", layers)[0], side("p", layers, tp=2)[:1])
+    lines = [str(m) for m in refused.value.mismatches]
+    for name in layers:
+        assert f"{name} k: head [2, 4) is held by no producer rank" in lines
+
+
+def test_missing_extents_are_named_beside_other_mismatches():
+    here = {"a": Attention(4, 2), "b": Attention(4, 2)}
+    there = {"a": Attention(4, 2), "b": Attention(4, 2, dtype="float16")}
+    with pytest.raises(MismatchError) as refused:
+        make_plan(side("d", here)[0], side("p", there, tp=2)[:1])
+    lines = [str(m) for m in refused.value.mismatches]
+    assert any(line.startswith("b k: float16 there, bfloat16 here") for line in lines)
+    assert any(line.startswith("a k: head [2, 4)") for line in lines)

@@ -24,7 +24,9 @@ def hold() -> Hold:
 
 def cargo(tokens: int, seed: int = 3) -> Cargo:
     groups = hold().manifest.groups
-    return Cargo(seed, tokens, {g.id: [2 * g.id + 1, 2 * g.id + 2][: -(-tokens // g.tokens) if g.tokens else 1] for g in groups})
+    return Cargo(
+        seed, tokens, {g.id: [2 * g.id + 1, 2 * g.id + 2][: -(-tokens // g.tokens) if g.tokens else 1] for g in groups}
+    )
 
 
 @pytest.mark.parametrize("requests", [12])

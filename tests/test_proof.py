@@ -423,7 +423,7 @@ def test_a_fill_over_bytes_that_are_copied_is_not_proved():
     run = always.grains[0].runs[0]
     wide = replace(run, src_offset=run.src_offset - 2, dst_offset=run.dst_offset - 2, length=run.length + 2)
     at = len(plan.edges) + plan.fills.index(always)
-    assert "written twice" in refusal(with_runs(plan, at, 0, put(always.grains[0].runs, 0, wide)), name)
+    assert "would be zeroed in every block" in refusal(with_runs(plan, at, 0, put(always.grains[0].runs, 0, wide)), name)
 
 
 @pytest.mark.parametrize("count", [1 << 22, 1 << 40])
@@ -485,3 +485,39 @@ def test_every_plan_of_a_pair_is_proved_again_with_the_ranks_it_tells(name):
     producers, consumers = pair.producers, pair.consumers
     for plan, consumer in zip(make_plans(consumers, producers), consumers, strict=True):
         prove(plan, consumer, producers)
+
+
+@names
+def test_required_state_is_never_zeroed_instead_of_copied(name):
+    plan, (consumer, producers) = plan_of(name), manifests_of(name)
+    zeroed = replace(plan, sources=(), edges=(), needs=(), tells=(), fills=tuple(replace(f, need=None) for f in plan.fills))
+    with pytest.raises(ProofError):
+        prove(zeroed, consumer, producers)
+    for at, edge in enumerate(plan.edges):
+        grains = tuple(
+            replace(
+                g,
+                runs=tuple(
+                    replace(
+                        r, src_region=r.dst_region, src_offset=r.dst_offset, src_lane=r.dst_lane,
+                        repeats=tuple((c, d, d) for c, _, d in r.repeats),
+                    )
+                    for r in g.runs
+                ),
+            )
+            for g in edge.grains
+        )  # fmt: skip
+        others = tuple(f for f in plan.fills if f.need != edge.need)
+        filled = replace(plan, edges=put(plan.edges, at), fills=(*others, Fill(edge.dst_group, None, grains)))
+        with pytest.raises(ProofError):
+            prove(filled, consumer, producers)
+
+
+def test_the_refusal_to_zero_what_a_producer_holds_names_layer_and_part():
+    name = next(n for n in PAIRS if plan_of(n).fills and any(f.need is not None for f in plan_of(n).fills))
+    plan, (consumer, producers) = plan_of(name), manifests_of(name)
+    zeroed = replace(plan, sources=(), edges=(), needs=(), tells=(), fills=tuple(replace(f, need=None) for f in plan.fills))
+    with pytest.raises(
+        ProofError, match=r"\w+ \S+ .*\[\d+, \d+\).*would be zeroed in every block, but a producer rank holds it"
+    ):
+        prove(zeroed, consumer, producers)

@@ -28,7 +28,8 @@ class MismatchError(KVFerryError):
         self.mismatches = tuple(mismatches)
         lines = [str(m) for m in self.mismatches]
         head = "the two sides do not hold the same state"
-        super().__init__(f"{head} ({len(lines)} mismatches):\n  " + "\n  ".join(lines))
+        count = "1 mismatch" if len(lines) == 1 else f"{len(lines)} mismatches"
+        super().__init__(f"{head} ({count}):\n  " + "\n  ".join(lines))
 
 
 class ProofError(KVFerryError):

@@ -195,7 +195,10 @@ def test_an_uncertified_layout_is_not_cut_along_tokens() -> None:
 
 
 def test_two_uncertified_layouts_do_not_meet() -> None:
-    with pytest.raises(MismatchError, match=r"opaque cells 'vllm .* neon .*' there, opaque cells 'vllm .* vxe .*' here"):
+    with pytest.raises(
+        MismatchError,
+        match=r"opaque cells 'vllm .* neon .*' of \d+ bytes there, opaque cells 'vllm .* vxe .*' of \d+ bytes here",
+    ):
         pair(_uncertified(Setup("llama")), _uncertified(Setup("llama"), "vxe"))
 
 

@@ -1,14 +1,14 @@
-"""The command line: `kvferry plan` shows a transfer, `kvferry verify` proves every pair of layouts."""
+"""The command line: `plan` shows a transfer, `verify` proves every pair of layouts, `demo` carries requests, `bench` measures."""
 
 from __future__ import annotations
 
 import sys
 
 import typer
-from rich.console import Console
 
 from kvferry.cli.bench import bench_app
 from kvferry.cli.demo import demo_command
+from kvferry.cli.output import complain
 from kvferry.cli.plan import plan_command
 from kvferry.cli.verify import verify_command
 from kvferry.errors import KVFerryError
@@ -19,10 +19,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 app.command("plan")(plan_command)
-app.command("demo")(demo_command)
 app.command("verify")(verify_command)
+app.command("demo")(demo_command)
 app.add_typer(bench_app, name="bench")
 
 
@@ -31,8 +32,5 @@ def main() -> None:
     try:
         app()
     except KVFerryError as error:
-        Console(stderr=True).print(f"kvferry: {error}", style="red", markup=False, highlight=False)
+        complain(str(error))
         sys.exit(2)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import typer
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 
+from kvferry.cli.output import show, show_json
 from kvferry.cli.request import blocks_needed, example_request
 from kvferry.errors import SideError
 from kvferry.manifest import Manifest
@@ -20,13 +20,16 @@ from kvferry.plan import Binder, Binding, Fleet, Plan, Request, Route, make_plan
 from kvferry.plan.explain import Cost, Read, costs, reads
 
 MAX_TOKENS = 10_000_000
+MAX_RUNS = 4_000_000
+SIDE_SYNTAX = (
+    "tp=2,pp=2[,block=16][,layout=head|token][,conv=ds|sd][,spec=0]"
+    "[,kv=packed|paged|separate|transposed][,pool=layer|block][,hma=on|off]"
+)
 
 
 def plan_command(
     model: Annotated[str, typer.Option(help="A model of the zoo, or the path of a HuggingFace config.json.")],
-    prefill: Annotated[
-        str, typer.Option(help="The producer, as tp=2,pp=2[,block=16][,layout=head|token][,conv=ds|sd][,spec=0].")
-    ],
+    prefill: Annotated[str, typer.Option(help=f"The producer, as {SIDE_SYNTAX}.")],
     decode: Annotated[str, typer.Option(help="The consumer, written likewise.")],
     tokens: Annotated[int, typer.Option(help="Prompt length of the request to show.")] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs: docs/formats.md describes it.")] = False,
@@ -36,10 +39,9 @@ def plan_command(
         raise SideError(f"--tokens {tokens}: give a prompt length from 1 to {MAX_TOKENS:,}")
     shown = Shown(load_model(model), Side.parse(prefill), Side.parse(decode), tokens)
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown.document()), indent=1).decode() + "\n")
+        show_json(shown.document())
     else:
-        console = Console()
-        shown.print(console if console.is_terminal else Console(width=120))
+        show(shown.tables())
 
 
 class Shown:
@@ -53,7 +55,14 @@ class Shown:
         self.plans: Sequence[Plan] = make_plans(self.consumers, self.fleet)
         self.routes: Sequence[Route] = routes(self.fleet, self.consumers)
         self.request: Request = example_request(self.producers[0], self.consumers[0], prompt)
-        self.bindings: Sequence[Binding] = [Binder(plan).bind(self.request) for plan in self.plans]
+        binders = [Binder(plan) for plan in self.plans]
+        runs = sum(binder.runs(self.request) for binder in binders)
+        if runs > MAX_RUNS:
+            raise SideError(
+                f"a prompt of {prompt:,} tokens falls into {runs:,} runs between these layouts, too many to show "
+                f"({MAX_RUNS:,} at most); give fewer --tokens"
+            )
+        self.bindings: Sequence[Binding] = [binder.bind(self.request) for binder in binders]
 
     def reads(self) -> list[Read]:
         return [read for consumer in self.consumers for read in reads(consumer, self.fleet)]
@@ -96,15 +105,16 @@ class Shown:
             },
         }
 
-    def print(self, console: Console) -> None:
-        console.print(
+    def tables(self) -> Iterator[RenderableType]:
+        """The same for people."""
+        yield (
             f"[bold]{self.model.name}[/]  {self.prefill} → {self.decode}   "
             f"{len(self.producers)} → {len(self.consumers)} ranks   [green]proved[/]"
         )
-        console.print(_reads_table(self.reads()))
-        console.print(_routes_table(self.routes))
-        console.print(_costs_table(self.costs()))
-        console.print(self._request_table())
+        yield _reads_table(self.reads())
+        yield _routes_table(self.routes)
+        yield _costs_table(self.costs())
+        yield self._request_table()
 
     def _request_table(self) -> Table:
         table = Table(title=f"a prompt of {self.prompt:,} tokens: {self.request.tokens:,} loaded, the last one recomputed")

@@ -5,22 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import lru_cache
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
+from kvferry.cli.output import show, show_json
 from kvferry.errors import MismatchError, ProofError, SideError
 from kvferry.models import ModelShape, Side, legal, load_model, manifests, zoo_names
 from kvferry.plan import Fleet, make_plans
 
 DEFAULT_TP = (1, 2, 4, 8)
+MAX_JOBS = 256
 SYNTHETIC_TP = {"synthetic-12": (1, 2, 3, 4, 6, 12)}
 
 
@@ -40,22 +43,26 @@ def verify_command(
     model: Annotated[
         list[str] | None, typer.Option(help="A zoo model or a config.json; may be repeated. Default: the zoo.")
     ] = None,
-    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes, e.g. 1,2,3. Default: 1,2,4,8.")] = "",
+    tp: Annotated[
+        str, typer.Option(help="Tensor-parallel sizes, e.g. 1,2,3. Default: 1,2,4,8; synthetic-12: 1,2,3,4,6,12.")
+    ] = "",
     pp: Annotated[str, typer.Option(help="Pipeline-parallel sizes.")] = "1,2,3",
     prefill: Annotated[str, typer.Option(help="Further settings of the producer, e.g. block=32,layout=token.")] = "",
     decode: Annotated[str, typer.Option(help="Further settings of the consumer.")] = "",
-    jobs: Annotated[int, typer.Option(help="Processes. Default: one per core.")] = 0,
+    jobs: Annotated[int | None, typer.Option(help="Processes. Default: one per core.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Counts and all pairs, for programs.")] = False,
 ) -> None:
     """Prove every legal pair; exit 1 if any proof fails."""
     work = work_of(model, tp, pp, prefill, decode)
+    if jobs is not None and not 1 <= jobs <= MAX_JOBS:
+        raise SideError(f"--jobs {jobs}: give a number from 1 to {MAX_JOBS}")
     pairs = _run(work, jobs or os.cpu_count() or 1)
     counts = Counter(pair.status for pair in pairs)
     summary = {status: counts.get(status, 0) for status in ("proved", "failed", "skipped")}
     if as_json:
-        sys.stdout.write(msgspec.json.encode({**summary, "pairs": pairs}).decode() + "\n")
+        show_json({**summary, "pairs": pairs})
     else:
-        _print(Console(), pairs, summary)
+        show(_tables(pairs, summary))
     if summary["failed"]:
         raise typer.Exit(1)
 
@@ -144,14 +151,14 @@ def _fleet(name: str, side: Side, engine: str) -> Fleet:
     return Fleet(manifests(_model(name), side, engine=engine))
 
 
-def _print(console: Console, pairs: Sequence[Pair], summary: dict[str, int]) -> None:
+def _tables(pairs: Sequence[Pair], summary: dict[str, int]) -> Iterator[RenderableType]:
     table = Table(title="pairs of sides", show_footer=True)
     for name, total in (("model", "all"), *((status, f"{count:,}") for status, count in summary.items())):
         table.add_column(name, footer=total, justify="left" if name == "model" else "right")
     for name in dict.fromkeys(pair.model for pair in pairs):
         counts = Counter(pair.status for pair in pairs if pair.model == name)
         table.add_row(name, *(f"{counts.get(status, 0):,}" if counts.get(status) else "" for status in summary))
-    console.print(table)
+    yield table
     skipped = Counter((pair.model, pair.reason) for pair in pairs if pair.status == "skipped")
     if skipped:
         reasons = Table(title="skipped: no engine could run one of the sides, or the two are refused")
@@ -159,7 +166,7 @@ def _print(console: Console, pairs: Sequence[Pair], summary: dict[str, int]) -> 
             reasons.add_column(name)
         for (name, reason), count in skipped.items():
             reasons.add_row(name, reason, f"{count:,}")
-        console.print(reasons)
+        yield reasons
     for pair in pairs:
         if pair.status == "failed":
-            console.print(f"FAILED {pair.model} {pair.prefill} → {pair.decode}: {pair.reason}", style="red", markup=False)
+            yield Text(f"FAILED {pair.model} {pair.prefill} → {pair.decode}: {pair.reason}", style="red")

@@ -35,6 +35,8 @@ def check_manifest(manifest: Manifest) -> None:
     users = _users(manifest, groups)
     footprints = [_check_shape(users.get(i, f"shape {i}"), shape) for i, shape in enumerate(manifest.shapes)]
     for layer in manifest.layers:
+        if not groups[layer.group].keeps.covers(layer.reach):
+            raise ManifestError(f"{layer.name}: looks back further than the block table of group {layer.group} keeps")
         for part in layer.parts:
             _check_part(manifest, layer, part, groups[layer.group], footprints[part.shape])
     _check_disjoint(manifest, groups, footprints)

@@ -86,6 +86,9 @@ class Full(Struct, frozen=True, forbid_unknown_fields=True, tag="full"):
     def first_needed(self, tokens: int) -> int:
         return 0
 
+    def covers(self, other: Reach) -> bool:
+        return True
+
 
 class Window(Struct, frozen=True, forbid_unknown_fields=True, tag="window"):
     """The last `tokens` tokens, the one being computed included."""
@@ -95,6 +98,9 @@ class Window(Struct, frozen=True, forbid_unknown_fields=True, tag="window"):
     def first_needed(self, tokens: int) -> int:
         return max(0, tokens - self.tokens + 1)
 
+    def covers(self, other: Reach) -> bool:
+        return not isinstance(other, Full) and other.tokens <= self.tokens
+
 
 class Chunk(Struct, frozen=True, forbid_unknown_fields=True, tag="chunk"):
     """The tokens of the same aligned chunk of `tokens` tokens."""
@@ -103,6 +109,9 @@ class Chunk(Struct, frozen=True, forbid_unknown_fields=True, tag="chunk"):
 
     def first_needed(self, tokens: int) -> int:
         return tokens // self.tokens * self.tokens
+
+    def covers(self, other: Reach) -> bool:
+        return isinstance(other, Chunk) and self.tokens % other.tokens == 0
 
 
 Reach = Full | Window | Chunk
@@ -132,7 +141,7 @@ class StatePaged(Struct, frozen=True, forbid_unknown_fields=True, tag="state"):
 
 class Group(Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that share one block table. `keeps` is what the table retains; `hashed` says that every full block that is
-    loaded becomes findable by its hash, so that it must be whole for every layer of the group."""
+    loaded becomes findable by its hash, so that it must be whole for every layer of the group that a producer holds."""
 
     id: Index
     paging: TokenPaged | StatePaged
@@ -207,7 +216,7 @@ class Part(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layer(Struct, frozen=True, forbid_unknown_fields=True):
-    """A layer's parts in one group. A layer that is not `required` may be absent from the other side."""
+    """A layer's parts in one group. One that is not `required` need not be held by any producer: it can do with zeros."""
 
     name: Name
     group: Index

@@ -25,7 +25,8 @@ Intervals = tuple[Ints, Ints]
 
 @dataclass(frozen=True)
 class Request:
-    """What one request asks of a plan: the consumer will hold `tokens` tokens and holds the first `start` already.
+    """What one request asks of a plan: the consumer will hold `tokens` tokens and holds the first `start` already, with
+    the state after them; if it holds all, nothing is moved.
 
     Tables are keyed by group id: for tokens, block ids by place in the sequence; for state, the one block that holds the
     state after `tokens` tokens.
@@ -133,8 +134,6 @@ class Binder:
 
     def bind(self, request: Request) -> Binding:
         """The copies and fills of one request; raises BindError where its tables do not fit the plan."""
-        if not 0 <= request.start <= request.tokens:
-            raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range")
         tiles, ranges = self._tiles(request)
         self._load(request, ranges)
         parts: list[list[tuple[Ints, ...]]] = [[] for _ in self.plan.sources]
@@ -143,17 +142,27 @@ class Binder:
         copies = tuple(Copies(*_merged(columns)) for columns in parts)
         return Binding(copies, self._fill(request, ranges), self._unhashable(ranges), self._useful(request, ranges))
 
+    def runs(self, request: Request) -> int:
+        """How many contiguous runs the copies of a request have before neighbours are merged."""
+        return sum(len(self._edges[i][level]) * len(t.src_block) for (i, level), t in self.tiles(request).items())
+
     def tiles(self, request: Request) -> dict[tuple[int, int], Tiles]:
         """The tiles to copy, by (edge, level of its grains)."""
         return self._tiles(request)[0]
 
     def _tiles(self, request: Request) -> tuple[dict[tuple[int, int], Tiles], _Ranges]:
         ranges = _Ranges()
+        counts = (request.start, request.tokens)
+        if not all(isinstance(count, (int, np.integer)) for count in counts) or not 0 <= request.start <= request.tokens:
+            raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range of whole tokens")
         if request.start == request.tokens:
             return {}, ranges
         src = {g: _table(request.src, group, "producer") for g, group in self._src_groups.items()}
         dst = {g: _table(request.dst, self._dst_groups[g], "consumer") for g in self._read_groups(request)}
         for group in (self._dst_groups[g] for g in dst):
+            taken = np.sort(dst[group.id][dst[group.id] != HOLE])
+            if (taken[1:] == taken[:-1]).any():
+                raise BindError(f"the consumer's block table of group {group.id} names a block twice")
             if group.tokens and request.start % group.tokens:
                 raise BindError(
                     f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
@@ -222,6 +231,7 @@ class Binder:
         """[low, high) less what has a hole on either side; blocks that lack something must not be found by their hash."""
         bad = [_holes(t, low // g.tokens, -(-high // g.tokens), g.tokens) for t, g in ((there, source), (here, group))]
         if group.hashed and len(bad[0][0]):
+            # A block that is not full yet is only ever found by longer requests, and those look back less far.
             full = request.tokens // group.tokens
             lost = _ranges_between(np.maximum(bad[0][0], low) // group.tokens, -(-bad[0][1] // group.tokens))
             lost = np.unique(lost[lost < full])
@@ -320,13 +330,13 @@ def _table(tables: Mapping[int, Table], group: Group, name: str) -> Ints:
     """A group's table, every block id checked against the group."""
     if group.id not in tables:
         raise BindError(f"the {name}'s block table of group {group.id} is missing")
-    try:
-        table = np.asarray(tables[group.id], dtype=np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BindError(f"the {name}'s block table of group {group.id} is not a list of block ids: {error}") from None
-    if table.ndim == 0:
-        table = table.reshape(1)
-    if table.ndim != 1 or not _inside(table, group.blocks):
+    found = np.asarray(tables[group.id])
+    if found.ndim == 0:
+        found = found.reshape(1)
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise BindError(f"the {name}'s block table of group {group.id} is not a list of block ids")
+    table = found.astype(np.int64, copy=False)
+    if not _inside(table, group.blocks) or (found.dtype.kind == "u" and (table < 0).any()):
         raise BindError(f"the {name}'s block table of group {group.id} has ids outside [0, {group.blocks})")
     if not group.tokens and (len(table) != 1 or table[0] == HOLE):
         raise BindError(f"group {group.id} is paged by state: the {name} must name the one block that holds it")

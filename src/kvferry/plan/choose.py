@@ -6,7 +6,7 @@ The choice depends on manifests alone, so every rank of both sides arrives at th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -149,10 +149,10 @@ def volume(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
-def missing(consumer: Manifest, fleet: Fleet) -> tuple[Mismatch, ...]:
-    """Required state that no producer rank holds, named by axis and interval."""
+def missing(consumer: Manifest, layers: Iterable[Layer], fleet: Fleet) -> tuple[Mismatch, ...]:
+    """State of layers that no producer rank holds, named by axis and interval."""
     found = []
-    for layer in representatives(consumer, fleet):
+    for layer in layers:
         for i, part in enumerate(layer.parts):
             shape = consumer.shapes[part.shape]
             live = live_box(shape)
@@ -191,7 +191,7 @@ def dealt(fleet: Fleet, read: Mapping[Rank, Set[int]]) -> tuple[Route, ...]:
     out = []
     for index, manifest in enumerate(fleet.manifests):
         readers = tuple(rank for rank in ranks if index in read[rank])
-        out.append(Route(manifest.identity.rank, readers, None if readers else ranks[index % len(ranks)]))
+        out.append(Route(manifest.identity.rank, readers, None if readers or not ranks else ranks[index % len(ranks)]))
     return tuple(out)
 
 
@@ -204,8 +204,8 @@ def refuse_mismatches(consumer: Manifest, fleet: Fleet) -> None:
     some = representatives(consumer, fleet)
     absent = [layer for layer in consumer.layers if layer.name not in fleet.holders]
     holders = {layer.name: [(fleet.manifests[i], other) for i, other in fleet.holders[layer.name]] for layer in some}
-    if engines or compare_layers(consumer, (*some, *absent), holders):
-        raise MismatchError(compare(consumer, fleet.manifests))
-    lacking = missing(consumer, fleet)
-    if lacking:
-        raise MismatchError(lacking)
+    if engines or compare_layers(consumer, (*some, *absent), holders) or missing(consumer, some, fleet):
+        found = compare(consumer, fleet.manifests)
+        unlike = {mismatch.layer for mismatch in found}
+        alike = [layer for layer in consumer.layers if layer.name in fleet.holders and layer.name not in unlike]
+        raise MismatchError((*found, *missing(consumer, alike, fleet)))

@@ -89,13 +89,17 @@ def make_plan(
 ) -> Plan:
     """The proved plan of one consumer rank over all ranks of a producer.
 
-    `consumers` are all ranks of the consumer's engine; without them the plan takes itself to be the only reader.
+    `consumers` are all ranks of the consumer's engine. Unless they are all given, nobody can say which producer ranks are
+    read by none of them, and `tells` stays empty.
     Raises MismatchError with every mismatch, ManifestError for a manifest that contradicts itself, ProofError.
     """
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
     check_manifest(consumer)
     plan = _plan(consumer, fleet, proof)
     mine = consumer.identity.rank
+    everyone = {c.identity.rank for c in consumers} | {mine}
+    if len(everyone) < mine.tp_size * mine.pp_size:
+        return plan
     return replace(plan, tells=tuple(r.producer for r in routes(fleet, consumers or (consumer,)) if r.teller == mine))
 
 

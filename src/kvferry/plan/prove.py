@@ -57,6 +57,7 @@ class _Prover:
         self._slots_of: dict[int, dict[LaneKey, Triple]] = {}
         self._expanded: dict[int, dict[tuple[LaneKey, LaneKey], Triple]] = {}
         self._twins = list(self._find_twins())
+        self.held = {layer.name for producer in producers for layer in producer.layers}
         self._check_sides(producers)
         self._check_needs()
 
@@ -278,6 +279,7 @@ class _Prover:
         for fill in self.plan.fills:
             lanes = self._fill_lanes(fill)
             if fill.need is None:
+                self._check_unconditional(fill.group, lanes)
                 everything[fill.group] += lanes
             else:
                 filled[fill.group, self._need(fill.need)] += lanes
@@ -307,6 +309,23 @@ class _Prover:
                 raise ProofError(f"{self._whereabouts(fill.group, int(dst[0]))}: filled where no part is placed like that")
             out.append((dst, dst, n))
         return out
+
+    def _check_unconditional(self, group: int, triples: list[Triple]) -> None:
+        """What is filled in every loaded block is scratch, or belongs to a layer that no producer rank holds."""
+        free: list[Triple] = []
+        for layer in self.consumer.layers:
+            for part in layer.parts if layer.group == group else ():
+                shape = self.consumer.shapes[part.shape]
+                at, n = _scratch(shape) if layer.name in self.held else _slots(shape)
+                at = at + (self.dst_base[part.region] + part.offset)
+                free.append((at, at, n))
+        _, start, length = _sorted_and_merged(_concatenate(free))
+        for _, dst, n in triples:
+            at = np.searchsorted(start, dst, side="right") - 1
+            inside = (at >= 0) & (dst + n <= start[at] + length[at]) if len(start) else np.zeros(len(dst), bool)
+            if not inside.all():
+                where = self._whereabouts(group, int(dst[np.argmin(inside)]))
+                raise ProofError(f"{where}: would be zeroed in every block, but a producer rank holds it")
 
     def _slots_by_lane(self, group: int) -> dict[LaneKey, Triple]:
         if group in self._slots_of:
@@ -517,6 +536,18 @@ def _slots(shape: Shape) -> tuple[Ints, Ints]:
     memory = np.sort(memory)
     _, start, lengths = merge(memory, memory, np.full(len(memory), length, np.int64))
     return start, lengths
+
+
+@lru_cache(maxsize=4096)
+def _scratch(shape: Shape) -> tuple[Ints, Ints]:
+    """The bytes of one entry that prefill never writes: (offset, length)."""
+    start, length = _slots(shape)
+    _, memory, piece = _line(shape, _memory_order(shape), live=True)
+    live = np.sort(memory) if piece else np.empty(0, np.int64)
+    begin = np.sort(np.concatenate([start, live + piece]))
+    end = np.sort(np.concatenate([start + length, live]))
+    some = begin < end
+    return begin[some], (end - begin)[some]
 
 
 def _coordinates(shape: Shape, offset: int) -> str | None:

@@ -144,6 +144,8 @@ def _library() -> _Library:
             raise TransportError(f"NIXL is installed as {name} but cannot be imported: {error}") from error
         except ImportError as error:
             raise TransportError(f"NIXL is installed as {name} but cannot be imported: {error}") from error
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            logging.getLogger("nixl").setLevel(logging.WARNING)
         found = (getattr(api.nixlBind, attribute) for attribute in dir(api.nixlBind))
         errors = tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
         return _Library(api, (*errors, RuntimeError, ValueError, KeyError))
