@@ -19,9 +19,9 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl-cu12==1.5.1
 	@touch $@
 
-demo: setup ## plan and prove a hybrid model across different layouts
+demo: setup ## show a plan, then carry requests between two processes over NIXL and compare every byte
 	$(BIN)/kvferry plan --model nemotron-3-nano-30b-a3b --prefill tp=2,pp=2 --decode tp=4 --tokens 100
-	$(BIN)/kvferry verify --model nemotron-3-nano-30b-a3b --model granite-4.0-h-tiny --model synthetic-12
+	$(BIN)/kvferry demo
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
@@ -33,7 +33,10 @@ test-core: setup
 
 test: lint test-core test-vllm ## all checks: lint, types, tests, certification against vLLM
 
-bench: setup ## how long planning and binding take, as ratios
+bench: setup ## preparing, moving and binding against named baselines, as ratios
+	$(BIN)/kvferry bench handshake
+	$(BIN)/kvferry bench transfer
+	$(BIN)/kvferry bench bind
 	$(BIN)/python benchmarks/plan_and_bind.py
 
 clean: ## remove what was built

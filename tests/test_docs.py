@@ -49,7 +49,7 @@ def test_a_shown_command_works(command, tmp_path):
     assert words[0] == "kvferry"
     done = run(sys.executable, "-m", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "proved" in done.stdout
+    assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("target", sorted(make_targets()))

@@ -1,4 +1,4 @@
-"""The command line: `plan` shows a transfer, `verify` proves every pair of layouts, `demo` carries requests, `bench` measures."""
+"""The command line: `plan` shows a transfer, `verify` proves pairs of layouts, `demo` carries requests, `bench` measures."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvferry.bench import bind, handshake, page, transfer
 from kvferry.bench.case import PAGES, Case, MemoryKind, Order
@@ -20,6 +20,7 @@ from kvferry.bench.machine import Record, this_machine
 from kvferry.bench.measure import LEAST_REPEATS, Tick
 from kvferry.bench.memory import device_name
 from kvferry.bench.plot import svg
+from kvferry.cli.output import show, show_json
 from kvferry.errors import BenchError
 
 bench_app = typer.Typer(
@@ -218,15 +219,12 @@ def _show(record: Record, as_json: bool, plot: Path | None) -> None:
         except OSError as error:
             raise BenchError(f"--plot {plot}: cannot be written: {error.strerror}") from None
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(record), indent=1).decode() + "\n")
+        show_json(record)
         return
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
     head, rows = page.table(record.results)
     table = Table(title=f"kvferry bench {record.bench}: medians of {record.repeats}, measured in turn")
     for i, name in enumerate(head):
         table.add_column(name, justify="right" if i else "left")
     for row in rows:
         table.add_row(*row)
-    console.print(table)
-    console.print(page.described(record.machine), markup=False)
+    show([table, Text(page.described(record.machine))])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from typing import Annotated
 
@@ -13,6 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from kvferry.cli.output import show, show_json
 from kvferry.demo import Log, Voyage, sail
 from kvferry.errors import SideError
 
@@ -42,9 +41,10 @@ def demo_command(
             live.update(_view(title, log, requests))
     else:
         log = sail(voyage, lambda _: None)
-        console.print(_view(title, log, requests))
+        if not as_json:
+            show([_view(title, log, requests)])
     if as_json:
-        sys.stdout.write(json.dumps({**asdict(log), "paths": sorted(log.paths)}) + "\n")
+        show_json({**asdict(log), "paths": sorted(log.paths)})
     if log.wrong:
         raise typer.Exit(1)
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 from rich.console import Console, RenderableType
 
-WITHOUT_TERMINAL: Final = 120
+WITHOUT_TERMINAL: Final = 132
 BROKEN_PIPE: Final = 141
 
 

@@ -160,8 +160,7 @@ class Binder:
         src = {g: _table(request.src, group, "producer") for g, group in self._src_groups.items()}
         dst = {g: _table(request.dst, self._dst_groups[g], "consumer") for g in self._read_groups(request)}
         for group in (self._dst_groups[g] for g in dst):
-            taken = np.sort(dst[group.id][dst[group.id] != HOLE])
-            if (taken[1:] == taken[:-1]).any():
+            if _repeats(dst[group.id]):
                 raise BindError(f"the consumer's block table of group {group.id} names a block twice")
             if group.tokens and request.start % group.tokens:
                 raise BindError(
@@ -348,6 +347,14 @@ def _inside(table: Ints, blocks: int) -> bool:
     if len(table) < 2:
         return all(HOLE <= block < blocks for block in table.tolist())
     return int((table - HOLE).view(np.uint64).max()) <= blocks
+
+
+def _repeats(table: Ints) -> bool:
+    """Whether a block is named twice."""
+    if len(table) < 2 or (table[1:] > table[:-1]).all():
+        return False
+    taken = np.sort(table[table != HOLE])
+    return bool((taken[1:] == taken[:-1]).any())
 
 
 def _wanted(need: Need, group: Group, request: Request) -> tuple[int, int, int]:
