@@ -16,21 +16,31 @@ from math import prod
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import ProofError
-from kvferry.manifest.schema import Axis, Group, Layer, Manifest, Part, Reach, Shape, TokenPaged
+from kvferry.manifest.schema import Group, Layer, Manifest, Part, Reach, Shape, TokenPaged
 from kvferry.plan.columns import expanded
+from kvferry.plan.lines import (
+    Triple,
+    concatenate,
+    coordinates,
+    first_difference,
+    overlay,
+    picked,
+    same,
+    same_meaning,
+    scratch_of,
+    slots_of,
+    sorted_and_merged,
+)
 from kvferry.plan.schema import Edge, Fill, Grain, Plan, Run
-from kvferry.strided import Digits, Ints, canonical, cut, merge, offsets, size
+from kvferry.strided import Digits, Ints, canonical, cut, offsets, size
 
 MAX_RUNS: Final = 1 << 21
-MAX_PIECES: Final = 1 << 18
 
 LaneKey = tuple[int, Digits]
 NeedKey = tuple[Reach, int, bool, int]
 Tag = tuple[int, int, int, NeedKey, LaneKey, LaneKey]
-Triple = tuple[Ints, Ints, Ints]
 
 
 def prove(plan: Plan, consumer: Manifest, producers: Sequence[Manifest]) -> None:
@@ -55,7 +65,7 @@ class _Prover:
         self.block_bytes = _block_bytes(consumer)
         self.lanes: list[LaneKey] = [(lane.block_stride, canonical(lane.digits)) for lane in plan.lanes]
         self._slots_of: dict[int, dict[LaneKey, Triple]] = {}
-        self._expanded: dict[int, dict[tuple[LaneKey, LaneKey], Triple]] = {}
+        self._expanded: dict[tuple[int, int], dict[tuple[LaneKey, LaneKey], Triple]] = {}
         self._twins = list(self._find_twins())
         self.held = {layer.name for producer in producers for layer in producer.layers}
         self._check_sides(producers)
@@ -192,7 +202,7 @@ class _Prover:
         """All runs of a tile by their lanes, as (source, destination, length) on the ranks' lines of addresses."""
         if not self._expanded:
             self._expand_all()
-        return self._expanded[id(grain)]
+        return self._expanded[id(flow), id(grain)]
 
     def _expand_all(self) -> None:
         """Expand all runs of the plan at once, then take them apart by grain and lanes."""
@@ -207,16 +217,16 @@ class _Prover:
             base = self.src_base[flow.source] if isinstance(flow, Edge) else self.dst_base
             src = np.array(base, np.int64)[runs.src_region[mine]] + runs.src_offset[mine]
             found = self._by_lanes(pairs[mine], (src, dst_all[mine], runs.length[mine]))
-            self._expanded[id(grain)] = found
+            self._expanded[id(flow), id(grain)] = found
 
     def _by_lanes(self, pairs: Ints, triple: Triple) -> dict[tuple[LaneKey, LaneKey], Triple]:
         codes = [int(pairs[0])] if (pairs == pairs[0]).all() else np.unique(pairs).tolist()
         out: dict[tuple[LaneKey, LaneKey], list[Triple]] = defaultdict(list)
         for code in codes:
             src_lane, dst_lane = divmod(code, len(self.lanes))
-            some = triple if len(codes) == 1 else _where(pairs == code, triple)
+            some = triple if len(codes) == 1 else picked(pairs == code, triple)
             out[self.lanes[src_lane], self.lanes[dst_lane]].append(some)
-        return {lanes: triples[0] if len(triples) == 1 else _concatenate(triples) for lanes, triples in out.items()}
+        return {lanes: triples[0] if len(triples) == 1 else concatenate(triples) for lanes, triples in out.items()}
 
     def _need(self, index: int) -> NeedKey:
         need = self.plan.needs[index]
@@ -248,7 +258,7 @@ class _Prover:
         alike: dict[tuple[Tag, int, int], list[tuple[int, int]]] = defaultdict(list)
         for index, layer, part, other, twin in self._twins:
             src_shape, shape = self.sources[index].shapes[twin.shape], self.consumer.shapes[part.shape]
-            if layer.reach != other.reach or not _same_meaning(src_shape, shape):
+            if layer.reach != other.reach or not same_meaning(src_shape, shape):
                 identity = self.sources[index].identity
                 raise ProofError(f"{layer.name} {part.name}: {identity} holds something else under this name")
             need = _need_of(layer, shape, other.group)
@@ -258,14 +268,14 @@ class _Prover:
         parts: dict[Tag, list[Triple]] = defaultdict(list)
         total = 0
         for (tag, src_index, dst_index), places in alike.items():
-            src, dst, length = _overlay(self.sources[tag[0]].shapes[src_index], self.consumer.shapes[dst_index])
+            src, dst, length = overlay(self.sources[tag[0]].shapes[src_index], self.consumer.shapes[dst_index])
             total += len(length) * len(places)
             if total > MAX_RUNS:
                 raise ProofError(f"group {tag[2]}: more than {MAX_RUNS:,} runs would be right in one tile")
             at = np.array(places, np.int64)
             if len(length):
                 parts[tag].append(((at[:, :1] + src).reshape(-1), (at[:, 1:] + dst).reshape(-1), np.tile(length, len(places))))
-        return {tag: _sorted_and_merged(_concatenate(triples)) for tag, triples in parts.items()}
+        return {tag: sorted_and_merged(concatenate(triples)) for tag, triples in parts.items()}
 
     def check_tiling(self) -> None:
         """Per group: copies and unconditional fills tile all slots once; conditional fills are where copies are."""
@@ -288,9 +298,9 @@ class _Prover:
         for key, triples in copied.items():
             if key[1][1] == 0:
                 continue
-            wanted, got = _sorted_and_merged(_concatenate(triples)), _sorted_and_merged(_concatenate(filled.pop(key, [])))
-            if not _same(wanted, got):
-                where = self._whereabouts(key[0], _first_difference(wanted, got))
+            wanted, got = sorted_and_merged(concatenate(triples)), sorted_and_merged(concatenate(filled.pop(key, [])))
+            if not same(wanted, got):
+                where = self._whereabouts(key[0], first_difference(wanted, got))
                 raise ProofError(f"{where}: what is not copied would not be filled, or more than that")
         for (group, _), triples in filled.items():
             raise ProofError(f"{self._whereabouts(group, int(triples[0][1][0]))}: filled for tokens that are never copied")
@@ -316,10 +326,10 @@ class _Prover:
         for layer in self.consumer.layers:
             for part in layer.parts if layer.group == group else ():
                 shape = self.consumer.shapes[part.shape]
-                at, n = _scratch(shape) if layer.name in self.held else _slots(shape)
+                at, n = scratch_of(shape) if layer.name in self.held else slots_of(shape)
                 at = at + (self.dst_base[part.region] + part.offset)
                 free.append((at, at, n))
-        _, start, length = _sorted_and_merged(_concatenate(free))
+        _, start, length = sorted_and_merged(concatenate(free))
         for _, dst, n in triples:
             at = np.searchsorted(start, dst, side="right") - 1
             inside = (at >= 0) & (dst + n <= start[at] + length[at]) if len(start) else np.zeros(len(dst), bool)
@@ -335,24 +345,24 @@ class _Prover:
             if layer.group == group:
                 for part in layer.parts:
                     shape = self.consumer.shapes[part.shape]
-                    at, n = _slots(shape)
+                    at, n = slots_of(shape)
                     at = at + (self.dst_base[part.region] + part.offset)
                     slots[_lane_of(part, shape)].append((at, at, n))
-        found = {lane: _sorted_and_merged(_concatenate(triples)) for lane, triples in slots.items()}
+        found = {lane: sorted_and_merged(concatenate(triples)) for lane, triples in slots.items()}
         self._slots_of[group] = found
         return found
 
     def _tiles(self, group: int, triples: list[Triple]) -> None:
-        _, dst, length = _concatenate(triples)
+        _, dst, length = concatenate(triples)
         order = np.argsort(dst, kind="stable")
         dst, length = dst[order], length[order]
         twice = np.flatnonzero(dst[1:] < dst[:-1] + length[:-1])
         if len(twice):
             raise ProofError(f"{self._whereabouts(group, int(dst[twice[0] + 1]))}: would be written twice")
-        wanted = _sorted_and_merged(_concatenate(list(self._slots_by_lane(group).values())))
-        got = _sorted_and_merged((dst, dst, length))
-        if not _same(wanted, got):
-            bad = _first_difference(wanted, got)
+        wanted = sorted_and_merged(concatenate(list(self._slots_by_lane(group).values())))
+        got = sorted_and_merged((dst, dst, length))
+        if not same(wanted, got):
+            bad = first_difference(wanted, got)
             raise ProofError(f"{self._whereabouts(group, bad)}: neither copied nor filled, or no slot of this group")
 
     def check_grains(self) -> None:
@@ -371,7 +381,7 @@ class _Prover:
             for layer in self.consumer.layers:
                 for part in layer.parts if layer.group == group else ():
                     inside = at - self.dst_base[part.region] - part.offset
-                    found = _coordinates(self.consumer.shapes[part.shape], inside)
+                    found = coordinates(self.consumer.shapes[part.shape], inside)
                     if found is not None:
                         return f"{side}{layer.name} {part.name} {found}"
         return f"group {group}, byte {address - max(b for b in self.dst_base if b <= address)} of its region"
@@ -394,39 +404,6 @@ def _bases(manifest: Manifest) -> list[int]:
     return out
 
 
-def _concatenate(triples: Sequence[Triple]) -> Triple:
-    if not triples:
-        empty = np.empty(0, np.int64)
-        return empty, empty, empty
-    return tuple(np.concatenate(column) for column in zip(*triples, strict=True))  # type: ignore[return-value]
-
-
-def _where(some: npt.NDArray[np.bool_], triple: Triple) -> Triple:
-    return triple[0][some], triple[1][some], triple[2][some]
-
-
-def _sorted_and_merged(triple: Triple) -> Triple:
-    src, dst, length = triple
-    order = np.argsort(dst, kind="stable")
-    return merge(src[order], dst[order], length[order])  # type: ignore[return-value]
-
-
-def _same(one: Iterable[Ints], other: Iterable[Ints]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _first_difference(wanted: Triple, got: Triple) -> int:
-    """The lowest destination address at which two sorted and merged lists of copies differ."""
-    both = min(len(wanted[0]), len(got[0]))
-    rows = np.stack([w[:both] != g[:both] for w, g in zip(wanted, got, strict=True)])
-    row = int(np.argmax(rows.any(axis=0))) if rows.any() else both
-    if row == both:
-        return int((wanted if len(wanted[0]) > both else got)[1][row])
-    if rows[:2, row].any():
-        return int(min(wanted[1][row], got[1][row]))
-    return int(wanted[1][row] + min(wanted[2][row], got[2][row]))
-
-
 def _block_bytes(manifest: Manifest) -> dict[int, int]:
     """Bytes that the parts of each group have in one block."""
     total = {g.id: 0 for g in manifest.groups}
@@ -446,14 +423,6 @@ def _grains_fit(tokens: Sequence[int], blocks: Sequence[int]) -> bool:
     return divides and all(block % tokens[0] == 0 for block in blocks)
 
 
-@lru_cache(maxsize=4096)
-def _same_meaning(src: Shape, dst: Shape) -> bool:
-    """Do equal indices of two parts stand for the same numbers?"""
-    per_entry = [s.token.per_entry if s.token else 0 for s in (src, dst)]
-    sizes = [{a.name: a.live_size for a in s.axes} for s in (src, dst)]
-    return src.element == dst.element and per_entry[0] == per_entry[1] and sizes[0] == sizes[1]
-
-
 def _need_of(layer: Layer, shape: Shape, src_group: int) -> NeedKey:
     if shape.token is None:
         return layer.reach, 0, False, src_group
@@ -467,108 +436,6 @@ def _lane_of(part: Part, shape: Shape) -> LaneKey:
 @lru_cache(maxsize=4096)
 def _token_digits(shape: Shape) -> Digits:
     return canonical(shape.token.digits) if shape.token else ()
-
-
-def _line(shape: Shape, order: Sequence[str], live: bool) -> tuple[Ints, Ints, int]:
-    """A part as pieces of one length on the line of global indices: (place on the line, place in memory), in bytes."""
-    axes = {a.name: a for a in shape.axes}
-    unit = length = shape.element.bytes
-    pieces = 1
-    weight = 1
-    start = 0
-    line = np.zeros(1, np.int64)
-    memory = np.zeros(1, np.int64)
-    contiguous = True
-    for name in reversed(order):
-        axis = axes[name]
-        count, full = _owned(axis, live)
-        digits = canonical(axis.digits)
-        if contiguous and (count <= 1 or (len(digits) == 1 and digits[0][1] == length)):
-            length *= count
-            start += axis.start * weight
-            contiguous = axis.start == 0 and count == full
-        else:
-            contiguous = False
-            pieces *= count
-            if pieces > MAX_PIECES:
-                raise ProofError(f"a part in more than {MAX_PIECES:,} separate pieces is too scattered to be copied")
-            at = np.arange(count, dtype=np.int64)
-            line = ((axis.start + at)[:, None] * weight + line).reshape(-1)
-            memory = (offsets(axis.digits, at)[:, None] + memory).reshape(-1)
-        weight *= full
-    return (line + start) * unit, memory, length
-
-
-def _owned(axis: Axis, live: bool) -> tuple[int, int]:
-    if not live:
-        return axis.stop - axis.start, axis.size
-    return max(0, min(axis.stop, axis.live_size) - axis.start), axis.live_size
-
-
-def _memory_order(shape: Shape) -> list[str]:
-    """Axis names, widest stride first."""
-    return [a.name for a in sorted(shape.axes, key=lambda a: -min((s for _, s in canonical(a.digits)), default=0))]
-
-
-@lru_cache(maxsize=4096)
-def _overlay(src: Shape, dst: Shape) -> Triple:
-    """Where the lines of two parts overlap: (source offset, destination offset, length) relative to their places."""
-    order = _memory_order(dst)
-    src_line, src_memory, src_length = _line(src, order, live=True)
-    dst_line, dst_memory, dst_length = _line(dst, order, live=True)
-    by_line = np.argsort(src_line, kind="stable")
-    src_line, src_memory = src_line[by_line], src_memory[by_line]
-    first = np.searchsorted(src_line + src_length, dst_line, side="right")
-    last = np.searchsorted(src_line, dst_line + dst_length, side="left")
-    count = np.maximum(last - first, 0)
-    mine = np.repeat(np.arange(len(dst_line)), count)
-    other = np.arange(len(mine)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
-    start = np.maximum(src_line[other], dst_line[mine])
-    stop = np.minimum(src_line[other] + src_length, dst_line[mine] + dst_length)
-    triple = (start - src_line[other] + src_memory[other], start - dst_line[mine] + dst_memory[mine], stop - start)
-    return _sorted_and_merged(_where(start < stop, triple))
-
-
-@lru_cache(maxsize=4096)
-def _slots(shape: Shape) -> tuple[Ints, Ints]:
-    """All bytes of one entry of a part in its block: (offset, length)."""
-    _, memory, length = _line(shape, _memory_order(shape), live=False)
-    memory = np.sort(memory)
-    _, start, lengths = merge(memory, memory, np.full(len(memory), length, np.int64))
-    return start, lengths
-
-
-@lru_cache(maxsize=4096)
-def _scratch(shape: Shape) -> tuple[Ints, Ints]:
-    """The bytes of one entry that prefill never writes: (offset, length)."""
-    start, length = _slots(shape)
-    _, memory, piece = _line(shape, _memory_order(shape), live=True)
-    live = np.sort(memory) if piece else np.empty(0, np.int64)
-    begin = np.sort(np.concatenate([start, live + piece]))
-    end = np.sort(np.concatenate([start + length, live]))
-    some = begin < end
-    return begin[some], (end - begin)[some]
-
-
-def _coordinates(shape: Shape, offset: int) -> str | None:
-    """The indices of the element at `offset` of a part in block 0, or None if there is none."""
-    named = [(a.name, a.digits, a.start) for a in shape.axes]
-    if shape.token:
-        named.append(("token", shape.token.digits, 0))
-    rest, index = offset, dict.fromkeys((n for n, _, _ in named), 0)
-    steps = []
-    for name, digits, _ in named:
-        weight = 1
-        for count, stride in reversed(digits):
-            steps.append((stride, count, name, weight))
-            weight *= count
-    for stride, count, name, weight in sorted(steps, reverse=True):
-        digit = min(rest // stride, count - 1) if stride and rest > 0 else 0
-        rest -= digit * stride
-        index[name] += digit * weight
-    if not 0 <= rest < shape.element.bytes:
-        return None
-    return ", ".join(f"{name} [{start + index[name]}, {start + index[name] + 1})" for name, _, start in named)
 
 
 def _not_repeated(
@@ -588,8 +455,8 @@ def _not_repeated(
         lanes = (src_lane[0], src_upper), (dst_lane[0], dst_upper)
         wanted[lanes].append((src_tiles.reshape(-1), dst_tiles.reshape(-1), np.tile(length, ratio)))
     for lanes in {**wanted, **coarse}:
-        right = _sorted_and_merged(_concatenate(wanted.get(lanes, [])))
-        got = _sorted_and_merged(_concatenate([coarse[lanes]] if lanes in coarse else []))
-        if not _same(right, got):
-            return _first_difference(right, got)
+        right = sorted_and_merged(concatenate(wanted.get(lanes, [])))
+        got = sorted_and_merged(concatenate([coarse[lanes]] if lanes in coarse else []))
+        if not same(right, got):
+            return first_difference(right, got)
     return None
