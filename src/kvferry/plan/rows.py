@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.plan.bind import Tiles
 from kvferry.plan.schema import Plan, Repeats, Run
 from kvferry.strided import Ints, offsets, spread
 
 Dim = tuple[int, int]
+Numbers = npt.NDArray[np.signedinteger[Any]]
+"""Element numbers: 32 bits wide where that is enough, since writing them is most of the work of a request."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class _Steps:
 class _Numbering:
     """Element numbers of one grain's runs, repeats expanded: of block 0, tile 0, and the steps from there."""
 
-    first: Ints
+    first: Numbers
     steps: tuple[_Steps, ...]
 
 
@@ -74,12 +78,16 @@ class PreparedRows:
                     _number(plan, grain.runs, dst, dst_blocks, 1),
                 )
         self.src, self.dst = src.rows(), dst.rows()
+        most = max(self.src.elements, self.dst.elements)
+        self._dtype: type[np.signedinteger[Any]] = np.int32 if most <= np.iinfo(np.int32).max else np.int64
+        for key, (there, here) in self._numbered.items():
+            self._numbered[key] = (_narrowed(there, self._dtype), _narrowed(here, self._dtype))
 
-    def indices(self, tiles: Mapping[tuple[int, int], Tiles]) -> tuple[Ints, Ints]:
+    def indices(self, tiles: Mapping[tuple[int, int], Tiles]) -> tuple[Numbers, Numbers]:
         """Element numbers to copy, source and destination side by side; a run's blocks lie behind each other."""
         found = [(src, dst, tiles[key]) for key, (src, dst) in self._numbered.items() if key in tiles]
         total = sum(len(src.first) * len(placed.src_block) for src, _, placed in found)
-        theirs, ours = np.empty(total, np.int64), np.empty(total, np.int64)
+        theirs, ours = np.empty(total, self._dtype), np.empty(total, self._dtype)
         at = 0
         for src, dst, placed in found:
             stop = at + len(src.first) * len(placed.src_block)
@@ -89,12 +97,17 @@ class PreparedRows:
         return theirs, ours
 
 
-def _write(out: Ints, numbering: _Numbering, block: Ints, tile: Ints) -> None:
+def _narrowed(numbering: _Numbering, dtype: type[np.signedinteger[Any]]) -> _Numbering:
+    return replace(numbering, first=numbering.first.astype(dtype, copy=False))
+
+
+def _write(out: Numbers, numbering: _Numbering, block: Ints, tile: Ints) -> None:
     """Every run at every tile, each number written once."""
     places = out.reshape(len(numbering.first), len(block))
     for steps in numbering.steps:
         moved = block * steps.block + offsets(steps.digits, tile) if steps.digits else block * steps.block
-        np.add(numbering.first[steps.start : steps.stop, None], moved, out=places[steps.start : steps.stop])
+        there = places[steps.start : steps.stop]
+        np.add(numbering.first[steps.start : steps.stop, None], moved.astype(out.dtype, copy=False), out=there)
 
 
 class _Builder:

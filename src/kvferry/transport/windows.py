@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.plan.rows import PreparedRows, Rows
+from kvferry.plan.rows import Numbers, PreparedRows, Rows
 from kvferry.strided import Ints
 
 
@@ -26,7 +26,7 @@ class _Side:
     ends: Ints
     dense: npt.NDArray[np.bool_]
 
-    def row(self, index: Ints) -> Ints:
+    def row(self, index: Numbers) -> Ints:
         return np.searchsorted(self.ends, index, side="right")
 
 
@@ -36,31 +36,42 @@ class Merging:
     def __init__(self, prepared: PreparedRows) -> None:
         self._src, self._dst = _side(prepared.src), _side(prepared.dst)
 
-    def starts(self, src: Ints, dst: Ints) -> npt.NDArray[np.bool_]:
-        """For every element whether it may begin a descriptor; never fewer than really do."""
-        first = np.ones(len(src), np.bool_)
-        first[1:] = (np.diff(src) != 1) | (np.diff(dst) != 1)
-        low = np.flatnonzero(first)
-        high = np.append(low[1:], len(src)) - 1
-        dense = np.ones(len(low), np.bool_)
-        for side, index in ((self._src, src), (self._dst, dst)):
-            row = side.row(index[low])
-            dense &= side.dense[row] & (row == side.row(index[high]))
-        out: npt.NDArray[np.bool_] = first | np.repeat(~dense, high - low + 1)
-        return out
-
-    def windows(self, src: Ints, dst: Ints, cap: int) -> Iterator[Window]:
+    def windows(self, src: Numbers, dst: Numbers, cap: int) -> Iterator[Window]:
         """One window where `cap` descriptors suffice, else windows of half of it, so that two are in flight."""
-        theirs, ours = src.astype(np.int32), dst.astype(np.int32)
+        theirs, ours = src.astype(np.int32, copy=False), dst.astype(np.int32, copy=False)
         if len(src) <= cap:
             yield Window(theirs, ours, len(src))
             return
-        reached = np.cumsum(self.starts(src, dst))
-        total = int(reached[-1])
-        step = total if total <= cap else max(1, cap // 2)
-        cuts = np.searchsorted(reached, np.arange(1, total + 1, step)).tolist()
+        low, count, dense = self._stretches(src, dst)
+        total = int(np.where(dense, 1, count).sum())
+        if total <= cap:
+            yield Window(theirs, ours, total)
+            return
+        reached = np.cumsum(_starts(low, count, dense))
+        cuts = np.searchsorted(reached, np.arange(1, total + 1, max(1, cap // 2))).tolist()
         for start, stop in zip(cuts, [*cuts[1:], len(src)], strict=True):
             yield Window(theirs[start:stop], ours[start:stop], int(reached[stop - 1] - reached[start]) + 1)
+
+    def starts(self, src: Numbers, dst: Numbers) -> npt.NDArray[np.bool_]:
+        """For every element whether it may begin a descriptor; never fewer than really do."""
+        return _starts(*self._stretches(src, dst))
+
+    def _stretches(self, src: Numbers, dst: Numbers) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+        """Stretches of elements that are consecutive on both sides: first, count, and whether they become one descriptor."""
+        breaks = ((src[1:] - src[:-1]) != 1) | ((dst[1:] - dst[:-1]) != 1)
+        low = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+        count = np.diff(low, append=len(src))
+        dense = np.ones(len(low), np.bool_)
+        for side, index in ((self._src, src), (self._dst, dst)):
+            row = side.row(index[low])
+            dense &= side.dense[row] & (row == side.row(index[low + count - 1]))
+        return low, count, dense
+
+
+def _starts(low: Ints, count: Ints, dense: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    out: npt.NDArray[np.bool_] = np.repeat(~dense, count)
+    out[low] = True
+    return out
 
 
 def _side(rows: Rows) -> _Side:
