@@ -174,8 +174,9 @@ The baselines:
 Rows do not grow with blocks. Memory is what a fresh process's resident set grows by, at its peak and for good, Python and
 native together; less than a page of the kernel counts as one, so that the largest ratios are those of a page. What stock
 keeps is its own array of descriptors: NIXL itself stores such a list compressed. Planning, which happens once for a pair of
-sides and includes the proof,
-is shown as a multiple of preparing.
+sides and includes the proof, is shown as a multiple of preparing and is not in the ratio to stock: with it, equal sides are
+some 17 times faster, not a hundred. Connecting two NIXL agents is counted for neither side; with it counted for KVFerry
+alone, memory kept was 52 times less, and 215 times at the peak.
 
 {prepared}
 
