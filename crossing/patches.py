@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+NAP_SECONDS = 0.0001
 
 T = TypeVar("T")
 
@@ -16,6 +19,7 @@ def apply() -> None:
     _leave_cores_alone()
     _make_intermediate_tensors_late()
     _keep_nixl_off_the_cores()
+    _sleep_instead_of_spinning()
 
 
 def _fork_children() -> None:
@@ -83,3 +87,10 @@ def _keep_nixl_off_the_cores() -> None:
         return quiet
 
     nixl_utils._load_nixl_attr = load
+
+
+def _sleep_instead_of_spinning() -> None:
+    """Processes that wait on shared memory yield in a loop; with more of them than cores, some kernels run nothing else."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = lambda: time.sleep(NAP_SECONDS)
