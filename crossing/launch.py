@@ -9,24 +9,26 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import sys
 import traceback
 from typing import Any, NoReturn
 
-POLL_SECONDS = 0.2
+from crossing import process_group
+
+POLL_SECONDS = 0.05
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    process_group.adopt_orphans()
     _prepare()
     answers.write('{"ready": true}\n')
     children: set[int] = set()
     pending = b""
     try:
         while True:
-            _reap(children)
+            children -= process_group.reap()
             if not select.select([0], [], [], POLL_SECONDS)[0]:
                 continue
             received = os.read(0, 1 << 16)
@@ -39,7 +41,7 @@ def main() -> None:
                 answers.write(json.dumps({"pid": child}) + "\n")
     finally:
         for child in children:
-            _kill(child)
+            process_group.end(child)
     os._exit(0)
 
 
@@ -56,19 +58,6 @@ def _prepare() -> None:
 
     current_platform.import_kernels()
     patches.apply()
-
-
-def _reap(children: set[int]) -> None:
-    for child in tuple(children):
-        if os.waitpid(child, os.WNOHANG)[0]:
-            children.discard(child)
-
-
-def _kill(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _fork(order: dict[str, Any], answers: int) -> int:
