@@ -47,7 +47,7 @@ def main() -> None:
 
 def _prepare() -> None:
     """Everything that a server and its workers import, and nothing that starts a thread."""
-    import vllm.v1.worker.cpu_worker  # noqa: F401, I001  it must come before other parts of vLLM
+    import vllm.v1.worker.cpu_worker  # noqa: I001  it must come before other parts of vLLM
     import vllm.entrypoints.launchers.api_server.entry
     import vllm.entrypoints.openai.completion.serving
     import vllm.v1.engine.async_llm
@@ -62,8 +62,13 @@ def _prepare() -> None:
 
 def _fork(order: dict[str, Any], answers: int) -> int:
     child = os.fork()
-    if child:
-        return child
+    if not child:
+        _become_server(order, answers)
+    return child
+
+
+def _become_server(order: dict[str, Any], answers: int) -> NoReturn:
+    status = 1
     try:
         os.setsid()
         os.close(answers)
@@ -73,16 +78,13 @@ def _fork(order: dict[str, Any], answers: int) -> int:
         os.dup2(log, 2)
         os.environ.update(order["environment"])
         _serve(order["arguments"])
-    except BaseException:
-        traceback.print_exc()
-        _leave(1)
-    _leave(0)
-
-
-def _leave(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        status = 0
+    finally:
+        if status:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _serve(arguments: list[str]) -> None:

@@ -42,7 +42,7 @@ def adopt_orphans() -> None:
 
 def reap() -> set[int]:
     """The children that have ended."""
-    ended = set()
+    ended: set[int] = set()
     while True:
         try:
             child, _ = os.waitpid(-1, os.WNOHANG)

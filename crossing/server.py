@@ -115,6 +115,14 @@ class Server:
                 raise ServerError(f"{self.name} was not ready after {seconds:.0f} s.\n{self.tail()}")
         return self
 
+    def refused(self) -> bool:
+        """Whether it ended instead of serving."""
+        try:
+            self.wait()
+        except ServerError:
+            return True
+        return False
+
     def died(self, seconds: float = 0.0) -> bool:
         return bool(select.select([self._alive], [], [], seconds)[0])
 
@@ -168,11 +176,10 @@ def servers(zygote: Zygote, engines: Mapping[str, Engine], *, or_refused: bool =
         for name, engine in engines.items():
             started[name] = Server(engine, zygote, f"{engine.name}-{name}")
         for server in started.values():
-            try:
+            if or_refused:
+                server.refused()
+            else:
                 server.wait()
-            except ServerError:
-                if not or_refused:
-                    raise
         yield started
     finally:
         for server in started.values():
