@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,25 @@ FLEETS = {
         blocks("gemma3"),
     )
 }
+
+
+class Harbour:
+    """One fleet at a time: asking for another ends the one before."""
+
+    def __init__(self, connector: Connector, zygote: Zygote, cache: Path) -> None:
+        self._connector, self._zygote, self._cache = connector, zygote, cache
+        self._stack = ExitStack()
+        self._out: Running | None = None
+
+    def fleet(self, name: str) -> Running:
+        if self._out is None or self._out.fleet.name != name:
+            self.close()
+            self._out = self._stack.enter_context(running(FLEETS[name], self._connector, self._zygote, self._cache))
+        return self._out
+
+    def close(self) -> None:
+        self._out = None
+        self._stack.close()
 
 
 @contextmanager
