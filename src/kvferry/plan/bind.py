@@ -98,6 +98,16 @@ class Binding:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """A binding for a transport: tiles instead of copies, by (edge, level of its grains), and the bytes they stand for."""
+
+    tiles: Mapping[tuple[int, int], Tiles]
+    fills: Fills
+    unhashable: Mapping[int, Ints]
+    bytes: int
+
+
+@dataclass(frozen=True)
 class _Range:
     """Tokens of one need in one group: copied intervals, the first one wanted, the first that its layers really read."""
 
@@ -141,6 +151,13 @@ class Binder:
             parts[self.plan.edges[i].source].append(self._place(self._edges[i][level], placed))
         copies = tuple(Copies(*_merged(columns)) for columns in parts)
         return Binding(copies, self._fill(request, ranges), self._unhashable(ranges), self._useful(request, ranges))
+
+    def load(self, request: Request) -> Loading:
+        """What `bind` says, with the copies left as tiles."""
+        tiles, ranges = self._tiles(request)
+        self._load(request, ranges)
+        moved = sum(int(self._edges[i][level].length.sum()) * len(t.src_block) for (i, level), t in tiles.items())
+        return Loading(tiles, self._fill(request, ranges), self._unhashable(ranges), moved)
 
     def runs(self, request: Request) -> int:
         """How many contiguous runs the copies of a request have before neighbours are merged."""

@@ -1,0 +1,32 @@
+"""Zeroing runs of memory, many at a time: for NumPy arrays and for anything else that is indexed like one."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from kvferry.strided import Ints
+
+_LONG: Final = 1 << 12
+_AT_ONCE: Final = 1 << 20
+
+
+class Bytes(Protocol):
+    """Flat memory: a NumPy array or a torch tensor of bytes, on whichever device."""
+
+    def __setitem__(self, place: Any, value: int) -> None: ...
+
+
+def zero(memory: Bytes, offset: Ints, length: Ints) -> None:
+    """Zero [offset, offset + length) for every run; short runs of one length together, long ones each."""
+    for size in np.unique(length).tolist():
+        starts = offset[length == size]
+        if size >= _LONG:
+            for start in starts.tolist():
+                memory[start : start + size] = 0
+            continue
+        within = np.arange(size)
+        step = max(1, _AT_ONCE // size)
+        for first in range(0, len(starts), step):
+            memory[(starts[first : first + step, None] + within).reshape(-1)] = 0
