@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 
+from kvferry.plan import Fills
 from kvferry.strided import Ints
 
 _LONG: Final = 1 << 12
@@ -16,6 +18,13 @@ class Bytes(Protocol):
     """Flat memory: a NumPy array or a torch tensor of bytes, on whichever device."""
 
     def __setitem__(self, place: Any, value: int) -> None: ...
+
+
+def apply_fills(fills: Fills, memories: Sequence[Bytes]) -> None:
+    """Zero a request's fills; `memories` are the rank's regions."""
+    for region in np.unique(fills.region).tolist():
+        of = fills.region == region
+        zero(memories[region], fills.offset[of], fills.length[of])
 
 
 def zero(memory: Bytes, offset: Ints, length: Ints) -> None:
