@@ -45,7 +45,7 @@ def main() -> None:
 
 def _prepare() -> None:
     """Everything that a server and its workers import, and nothing that starts a thread."""
-    import vllm.v1.worker.cpu_worker  # noqa: I001  it must come before other parts of vLLM
+    import vllm.v1.worker.cpu_worker  # noqa: F401, I001  it must come before other parts of vLLM
     import vllm.entrypoints.launchers.api_server.entry
     import vllm.entrypoints.openai.completion.serving
     import vllm.v1.engine.async_llm

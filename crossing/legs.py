@@ -145,9 +145,7 @@ def prefill(server: Server, tokens: Sequence[int], **settings: Any) -> Answer:
     return Leg(server, tokens, params=TO_PREFILL, max_new=1, **settings).answer()
 
 
-def decode(
-    server: Server, tokens: Sequence[int], params: Mapping[str, Any], *, max_new: int = MAX_NEW, **settings: Any
-) -> Answer:
+def decode(server: Server, tokens: Sequence[int], params: Mapping[str, Any], *, max_new: int = MAX_NEW, **settings: Any) -> Answer:
     return Leg(server, tokens, params=params, max_new=max_new, **settings).answer()
 
 
