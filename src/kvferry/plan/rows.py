@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.plan.bind import Tiles
+from kvferry.plan.bind import Ids, Tiles
 from kvferry.plan.schema import Plan, Repeats, Run
-from kvferry.strided import Ints, offsets, spread
+from kvferry.strided import Ints, split, spread
 
 Dim = tuple[int, int]
 Numbers = npt.NDArray[np.signedinteger[Any]]
@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Rows of element numbers [start, stop) that move alike: numbers from block to block, and from digit to digit of a tile."""
+    """Runs [start, stop) that move alike: numbers from block to block, and from digit to digit of a tile."""
 
     start: int
     stop: int
@@ -87,7 +87,7 @@ class PreparedRows:
         """Element numbers to copy, source and destination side by side; a run's blocks lie behind each other."""
         found = [(src, dst, tiles[key]) for key, (src, dst) in self._numbered.items() if key in tiles]
         total = sum(len(src.first) * len(placed.src_block) for src, _, placed in found)
-        theirs, ours = np.empty(total, self._dtype), np.empty(total, self._dtype)
+        theirs, ours = np.empty((2, total), self._dtype)
         at = 0
         for src, dst, placed in found:
             stop = at + len(src.first) * len(placed.src_block)
@@ -101,13 +101,15 @@ def _narrowed(numbering: _Numbering, dtype: type[np.signedinteger[Any]]) -> _Num
     return replace(numbering, first=numbering.first.astype(dtype, copy=False))
 
 
-def _write(out: Numbers, numbering: _Numbering, block: Ints, tile: Ints) -> None:
+def _write(out: Numbers, numbering: _Numbering, block: Ids, tile: Ids) -> None:
     """Every run at every tile, each number written once."""
     places = out.reshape(len(numbering.first), len(block))
+    block, tile = block.astype(out.dtype, copy=False), tile.astype(out.dtype, copy=False)
     for steps in numbering.steps:
-        moved = block * steps.block + offsets(steps.digits, tile) if steps.digits else block * steps.block
-        there = places[steps.start : steps.stop]
-        np.add(numbering.first[steps.start : steps.stop, None], moved.astype(out.dtype, copy=False), out=there)
+        moved = block * steps.block
+        for step, digit in split(steps.digits, tile):
+            moved += digit if step == 1 else digit * step
+        np.add(numbering.first[steps.start : steps.stop, None], moved, out=places[steps.start : steps.stop])
 
 
 class _Builder:
