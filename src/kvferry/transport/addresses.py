@@ -28,8 +28,6 @@ class Placed:
 def place(rows: Rows, regions: Sequence[Region], storages: Sequence[Storage | StorageEntry], owner: str) -> Placed:
     """Where the rows lie; raises TransportError for a region that is not registered, or for mixed memory."""
     used = sorted(set(rows.region.tolist()))
-    for index in used:
-        _registered(regions[index], storages, owner)
     kinds = sorted({regions[i].memory for i in used})
     if len(kinds) > 1:
         named = {kind: next(regions[i].name for i in used if regions[i].memory == kind) for kind in kinds}
@@ -37,6 +35,8 @@ def place(rows: Rows, regions: Sequence[Region], storages: Sequence[Storage | St
         raise TransportError(
             f"{owner}: one read cannot touch several kinds of memory ({found}); publish a manifest per kind of memory"
         )
+    for index in used:
+        _registered(regions[index], storages, owner)
     of_region: Ints = np.array([(r.address, r.length, r.device) for r in regions], np.int64).reshape(-1, 3)[rows.region]
     outside = rows.offset + (rows.count - 1) * rows.stride + rows.length > of_region[:, 1]
     if outside.any():
