@@ -1,4 +1,4 @@
-"""A producer's leases against a model that keeps plain lists and the words of two ranks, and what must never be seen of them."""
+"""A producer's leases against a model of plain lists and the words of two ranks, and what must never be seen of them."""
 
 from __future__ import annotations
 
