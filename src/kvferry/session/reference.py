@@ -79,7 +79,7 @@ def from_params(params: object) -> Reference:
         raise BadReferenceError("the reference is not an object; routers must relay kv_transfer_params as they are")
     version = params.get("version")
     if version != REFERENCE_VERSION:
-        said = str(version)[:_SHOWN] if isinstance(version, (int, str)) else "none"
+        said = str(version) if isinstance(version, int) and 0 <= version < 1 << 32 else "none that there is"
         raise BadReferenceError(f"the reference's version is {said}; this side reads version {REFERENCE_VERSION}")
     lease = params.get("lease")
     if isinstance(lease, Mapping) and isinstance(lease.get("generation"), str) and lease["generation"].isdecimal():
