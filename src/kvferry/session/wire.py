@@ -145,7 +145,6 @@ def ask(address: str, hello: Hello, key: Key | None, timeout_s: float, stop: thr
     context = zmq.Context()
     try:
         end = _dial(context, address, key)
-        end.setsockopt(zmq.MAXMSGSIZE, MAX_WELCOME)
         end.send(pack(hello))
         deadline = time.monotonic() + timeout_s
         while not end.poll(_TICK_MS):
@@ -172,6 +171,7 @@ def _dial(context: zmq.Context[Any], address: str, key: Key | None) -> zmq.Socke
     end.setsockopt(zmq.LINGER, _LINGER_MS)
     end.setsockopt(zmq.IPV6, ":" in host)
     end.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
+    end.setsockopt(zmq.MAXMSGSIZE, MAX_WELCOME)
     if key is not None:
         public, secret = zmq.curve_keypair()
         end.curve_serverkey, end.curve_publickey, end.curve_secretkey = key.public, public, secret
