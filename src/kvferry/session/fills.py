@@ -29,7 +29,7 @@ def apply_fills(fills: Fills, memories: Sequence[Bytes]) -> None:
 
 def zero(memory: Bytes, offset: Ints, length: Ints) -> None:
     """Zero [offset, offset + length) for every run; short runs of one length together, long ones each."""
-    for size in np.unique(length).tolist():
+    for size in np.unique(length[length > 0]).tolist():
         starts = offset[length == size]
         if size >= _LONG:
             for start in starts.tolist():
