@@ -175,7 +175,11 @@ def _dial(context: zmq.Context[Any], address: str, key: Key | None) -> zmq.Socke
     if key is not None:
         public, secret = zmq.curve_keypair()
         end.curve_serverkey, end.curve_publickey, end.curve_secretkey = key.public, public, secret
-    end.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+    try:
+        end.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+    except zmq.ZMQError:
+        end.close()
+        raise
     return end
 
 
