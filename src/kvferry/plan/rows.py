@@ -17,14 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.plan.bind import Ids, Tiles
-from kvferry.plan.schema import Edge, Plan, Repeats, Run
+from kvferry.plan.schema import Plan, Repeats, Run
 from kvferry.strided import Digits, Ints, Whole, split, spread
 
 Dim = tuple[int, int]
+Alike = tuple[int, int, int, Repeats]
 Numbers = npt.NDArray[np.signedinteger[Any]]
 """Element numbers: 32 bits wide where that is enough, since writing them is most of the work of a request."""
 
 _NARROW: Final = np.iinfo(np.int32).max
+_ONE: Final = np.zeros(1, np.int64)
+_ONE.setflags(write=False)
 
 
 @dataclass(frozen=True)
@@ -88,19 +91,26 @@ class PreparedRows:
 
     def __init__(self, plan: Plan, source: int) -> None:
         self.plan = plan
-        edges = [(i, edge) for i, edge in enumerate(plan.edges) if edge.source == source]
         forms = _Forms(plan)
-        src, dst = (
-            [forms.of(grain.runs, side, blocks[i]) for i, edge in edges for grain in edge.grains]
-            for side, blocks in enumerate(_pools(plan, source, edges))
-        )
-        runs = [run for _, edge in edges for grain in edge.grains for run in grain.runs]
-        places = [(r.src_region, r.src_offset, r.dst_region, r.dst_offset) for r in runs]
+        there, here = ({group.id: group.blocks for group in side.groups} for side in (plan.sources[source], plan.consumer))
+        keys: list[tuple[int, int]] = []
+        src: list[Laid] = []
+        dst: list[Laid] = []
+        places: list[tuple[int, int, int, int]] = []
+        for i, edge in enumerate(plan.edges):
+            if edge.source != source:
+                continue
+            for level, grain in enumerate(edge.grains):
+                alike = [(form, len(list(same))) for form, same in groupby(grain.runs, key=_form_of)]
+                keys.append((i, level))
+                src.append([(forms.of(form, 0, there[edge.src_group]), runs) for form, runs in alike])
+                dst.append([(forms.of(form, 1, here[edge.dst_group]), runs) for form, runs in alike])
+                places += [(r.src_region, r.src_offset, r.dst_region, r.dst_offset) for r in grain.runs]
         columns = np.array(places, np.int64).reshape(-1, 4).T
-        self.src, self.dst = _rows(src, columns[0], columns[1]), _rows(dst, columns[2], columns[3])
+        self.src = _rows(src, columns[0], columns[1])
+        self.dst = _rows(dst, columns[2], columns[3])
         most = max(self.src.elements, self.dst.elements)
         self._dtype: type[np.signedinteger[Any]] = np.int32 if most <= _NARROW else np.int64
-        keys = [(i, level) for i, edge in edges for level in range(len(edge.grains))]
         theirs = _numbered(src, self._dtype)
         ours = theirs if src == dst else _numbered(dst, self._dtype)
         self._numbered = dict(zip(keys, zip(theirs, ours, strict=True), strict=True))
@@ -130,13 +140,6 @@ def _write(out: Numbers, numbering: _Numbering, block: Ids, tile: Ids) -> None:
         np.add(numbering.first[steps.start : steps.stop, None], moved, out=places[steps.start : steps.stop])
 
 
-def _pools(plan: Plan, source: int, edges: Sequence[tuple[int, Edge]]) -> tuple[dict[int, int], dict[int, int]]:
-    """How many blocks the pool of every edge has, there and here."""
-    there = {group.id: group.blocks for group in plan.sources[source].groups}
-    here = {group.id: group.blocks for group in plan.consumer.groups}
-    return {i: there[edge.src_group] for i, edge in edges}, {i: here[edge.dst_group] for i, edge in edges}
-
-
 class _Forms:
     """Forms of runs, each worked out once: the two sides, the grains and the layers have few of them."""
 
@@ -144,14 +147,11 @@ class _Forms:
         self._lanes = plan.lanes
         self._known: dict[tuple[int, int, Sequence[Dim]], _Form] = {}
 
-    def of(self, runs: Sequence[Run], side: int, blocks: int) -> Laid:
-        """The forms of one grain's runs on one side; runs that differ in nothing but their place are counted together."""
-        alike = groupby(runs, key=_destination_form if side else _source_form)
-        return [(self._form(lane, length, repeats, side, blocks), len(list(same))) for (lane, length, repeats), same in alike]
-
-    def _form(self, index: int, length: int, repeats: Repeats, side: int, blocks: int) -> _Form:
-        lane = self._lanes[index]
-        dims = ((blocks, lane.block_stride), *lane.digits, *((repeat[0], repeat[1 + side]) for repeat in repeats))
+    def of(self, alike: Alike, side: int, blocks: int) -> _Form:
+        """The form, on one side, of runs that differ in nothing but their place."""
+        src_lane, dst_lane, length, repeats = alike
+        lane = self._lanes[dst_lane if side else src_lane]
+        dims = ((blocks, lane.block_stride), *lane.digits, *[(repeat[0], repeat[1 + side]) for repeat in repeats])
         key = length, len(lane.digits), dims
         known = self._known.get(key)
         if known is None:
@@ -161,57 +161,56 @@ class _Forms:
 
 def _form(length: int, digits: int, dims: Sequence[Dim]) -> _Form:
     """Lay a run along as long rows as there are; `dims` are its blocks, then so many digits of a tile, then repeats."""
-    long = [i for i, (count, _) in enumerate(dims) if count > 1]
-    chain = max((_chain(dims, long, start) for start in long), key=lambda c: _size(dims, c), default=[])
-    others = [i for i in long if i not in chain]
+    chain = _longest(dims)
+    others = [i for i, (count, _) in enumerate(dims) if count > 1 and i not in chain]
     steps = [0] * len(dims)
+    count = prod([dims[i][0] for i in chain])
     running = 1
     for i in (*chain, *reversed(others)):
         steps[i] = running
         running *= dims[i][0]
-    numbers = [(count, step) for (count, _), step in zip(dims, steps, strict=True)]
+    numbers = [(dim[0], step) for dim, step in zip(dims, steps, strict=True)]
     return _Form(
         length,
         dims[chain[0]][1] if chain else length,
-        _size(dims, chain),
-        spread(0, [dims[i] for i in others]),
+        count,
+        spread(0, [dims[i] for i in others]) if others else _ONE,
         running,
         steps[0],
         tuple(numbers[1 : 1 + digits]),
-        spread(0, numbers[1 + digits :]),
+        spread(0, numbers[1 + digits :]) if len(dims) > 1 + digits else _ONE,
     )
 
 
-def _size(dims: Sequence[Dim], chain: Sequence[int]) -> int:
-    return prod(dims[i][0] for i in chain)
-
-
-def _chain(dims: Sequence[Dim], long: Sequence[int], start: int) -> list[int]:
-    """Dimensions whose strides continue each other, from `start` on."""
-    chain: list[int] = []
-    following: int | None = start
-    reach = dims[start][1]
-    while following is not None:
-        chain.append(following)
-        reach *= dims[following][0]
-        following = next((i for i in long if dims[i][1] == reach and i not in chain), None)
-    return chain
+def _longest(dims: Sequence[Dim]) -> list[int]:
+    """Of the dimensions whose strides continue each other, those that have the most elements together."""
+    long = [i for i, (count, _) in enumerate(dims) if count > 1]
+    after = {dims[i][1]: i for i in reversed(long)}
+    best: list[int] = []
+    most = 1
+    for start in long:
+        chain, size = [start], dims[start][0]
+        while (following := after.get(dims[start][1] * size, start)) not in chain:
+            chain.append(following)
+            size *= dims[following][0]
+        if size > most:
+            best, most = chain, size
+    return best
 
 
 def _rows(grains: Sequence[Laid], region: Ints, offset: Ints) -> Rows:
     """The rows of all runs of one side, which begin at the given places."""
     laid = [piece for grain in grains for piece in grain]
-    runs = [runs for _, runs in laid]
-    if any(len(form.rows) > 1 for form, _ in laid):
-        region = np.repeat(region, np.repeat([len(form.rows) for form, _ in laid], runs))
-        parts, at = [], 0
-        for form, count in laid:
-            parts.append(_sums(offset[at : at + count], form.rows))
-            at += count
-        offset = np.concatenate(parts)
+    sizes = [len(form.rows) * runs for form, runs in laid]
+    if sum(sizes) > len(region):
+        ends = np.cumsum([runs for _, runs in laid])
+        region = np.repeat(region, np.repeat([len(form.rows) for form, _ in laid], [runs for _, runs in laid]))
+        offset = np.concatenate(
+            [_sums(offset[end - runs : end], form.rows) for end, (form, runs) in zip(ends, laid, strict=True)]
+        )
     shapes = np.array([(form.length, form.stride, form.count) for form, _ in laid], np.int64).reshape(-1, 3)
-    length, stride, count = np.repeat(shapes, [len(form.rows) * count for form, count in laid], axis=0).T
-    return Rows(region, offset, length, stride, count, sum(form.elements * count for form, count in laid))
+    length, stride, count = shapes.repeat(sizes, axis=0).T
+    return Rows(region, offset, length, stride, count, sum([form.elements * runs for form, runs in laid]))
 
 
 def _numbered(grains: Sequence[Laid], dtype: type[np.signedinteger[Any]]) -> list[_Numbering]:
@@ -234,12 +233,8 @@ def _numbered(grains: Sequence[Laid], dtype: type[np.signedinteger[Any]]) -> lis
     return out
 
 
-def _source_form(run: Run) -> tuple[int, int, Repeats]:
-    return run.src_lane, run.length, run.repeats
-
-
-def _destination_form(run: Run) -> tuple[int, int, Repeats]:
-    return run.dst_lane, run.length, run.repeats
+def _form_of(run: Run) -> Alike:
+    return run.src_lane, run.dst_lane, run.length, run.repeats
 
 
 def _sums(outer: npt.NDArray[Whole], inner: npt.NDArray[Whole]) -> npt.NDArray[Whole]:
