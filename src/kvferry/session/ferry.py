@@ -318,14 +318,18 @@ class Ferry:
         if found != [load.lease.generation] * len(crossing.peer.binder.plan.sources):
             crossing.error = f"{load.peer} has given the blocks of the reference away: it came too late, or for a second time"
             return
+        moved, predicted = sum(t.bytes for t in seen), crossing.loading.bytes
+        if moved != predicted:
+            crossing.error = f"{load.peer}: {moved} bytes were moved, the plan says {predicted}; report this with both manifests"
+            return
         tables = {group: table for group, table in load.dst.items() if isinstance(table, list)}
         self._end(
             crossing,
             Outcome(
                 load.request,
                 tokens=load.tokens - load.start,
-                predicted=crossing.loading.bytes,
-                moved=sum(t.bytes for t in seen),
+                predicted=predicted,
+                moved=moved,
                 runs=sum(t.runs for t in seen),
                 posting_s=sum(t.posting_s for t in seen),
                 wire_s=max((t.wire_s for t in seen), default=0.0),
