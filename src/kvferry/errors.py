@@ -54,3 +54,11 @@ class SideError(KVFerryError):
 
 class BenchError(KVFerryError):
     """A benchmark asked for something that cannot be measured here."""
+
+
+class BadReferenceError(KVFerryError):
+    """A reference that cannot be used: damaged, stale, or of another request. The consumer recomputes, or fails the request."""
+
+
+class SessionError(KVFerryError):
+    """A session that cannot be set up or used as asked: names the peer, the file or the option, and the way out."""

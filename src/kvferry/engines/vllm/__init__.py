@@ -1,6 +1,31 @@
-"""The vLLM adapter: the manifest of a worker's cache tensors."""
+"""KVFerry for vLLM 0.32: a worker's manifest, and the connector.
 
-from kvferry.engines.vllm.layouts import CERTIFICATES, Certificate, certified
+The connector needs vLLM and is imported when it is asked for; manifests need neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from kvferry.engines.vllm.manifest import manifest_of
 
-__all__ = ["CERTIFICATES", "Certificate", "certified", "manifest_of"]
+if TYPE_CHECKING:
+    from kvferry.engines.vllm.connector import KVFerryConnector
+
+__all__ = ["KVFerryConnector", "manifest_of", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVFerryConnector":
+        from kvferry.engines.vllm.connector import KVFerryConnector
+
+        return KVFerryConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register() -> None:
+    """Make the connector known to vLLM by its name; vLLM calls this as a plugin in every process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if "KVFerryConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("KVFerryConnector", __name__, "KVFerryConnector")

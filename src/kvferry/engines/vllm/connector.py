@@ -1,0 +1,155 @@
+"""KVFerry as a connector of vLLM: vLLM's hooks on one side, the two halves on the other. Decides nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvferry.engines.vllm.cargo import Orders, RankCard, Report
+from kvferry.engines.vllm.options import read_options
+from kvferry.engines.vllm.scheduler import SchedulerHalf
+from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
+from kvferry.engines.vllm.worker import WorkerHalf
+from kvferry.errors import SessionError
+
+
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """In a scheduler's process it has a SchedulerHalf, in a worker's a WorkerHalf."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        logging.getLogger("kvferry").parent = logging.getLogger("vllm")
+        _refuse_unsupported(vllm_config)
+        options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, options)
+        else:
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, options)
+
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise SessionError("a scheduler's hook was called in a worker")
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerHalf:
+        if self._worker is None:
+            raise SessionError("a worker's hook was called in a scheduler")
+        return self._worker
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Head-major, so that a rank's heads are one run a block; latents have no heads."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> RankCard | None:
+        card = self.worker.card
+        return RankCard(card) if card is not None else None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = self._get_connector_metadata()
+        if isinstance(orders, Orders):
+            self.worker.step(orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before their requests are scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Consumers read the caches where they are."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received, failed = self.worker.results()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def build_connector_worker_meta(self) -> Report | None:
+        return self.worker.report()
+
+    def get_kv_connector_stats(self) -> FerryStats | None:
+        return (self.scheduler if self._worker is None else self.worker).stats()
+
+    def shutdown(self) -> None:
+        half = self._scheduler if self._worker is None else self._worker
+        if half is not None:
+            half.close()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        self.scheduler.ranks(metadata)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.bind_cache(kv_cache_manager.evict_blocks)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """All that are transferred: what of their blocks is not copied is filled here."""
+        groups = enumerate(self._kv_cache_config.kv_cache_groups)
+        return tuple(index for index, group in groups if group.enable_kv_transfer)
+
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler.arrive(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        return self.scheduler.orders()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        self.scheduler.results(
+            connector_output.finished_sending or set(),
+            connector_output.finished_recving or set(),
+            connector_output.failed_recving or set(),
+            report if isinstance(report, Report) else None,
+        )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, block_ids)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
+        return FerryStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> FerryMetrics:
+        return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _refuse_unsupported(config: Any) -> None:
+    """vLLM guards these for its own connectors, by their names."""
+    parallel = config.parallel_config
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, field, 1) > 1:
+            raise SessionError(f"{field} > 1: token ownership over context-parallel ranks is not supported; set it to 1")

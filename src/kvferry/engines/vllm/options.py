@@ -1,0 +1,83 @@
+"""The connector's options, from `kv_connector_extra_config`. vLLM logs them as they are, so no secret is among them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvferry.errors import SessionError
+from kvferry.session.key import Key, is_loopback, read_key, split_address
+from kvferry.transport import NixlOptions
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class Options(Struct, frozen=True, forbid_unknown_fields=True):
+    """Every field has a default that works on one machine.
+
+    `listen`: where this engine answers consumers, host:port; port 0 takes a free one, any other is offset by the data-parallel
+    index. `advertise`: the host that references name, where it is not the one listened on. `key_file`: the cluster's shared
+    key; needed to listen beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
+    refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent. `greeting_s`: how long a producer
+    may take to answer. `read_s`: how long a read may go without progress. `progress_thread`, `window`, `backend`,
+    `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
+    """
+
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    key_file: str = ""
+    peers: tuple[str, ...] = ()
+    lease_s: Seconds = 60.0
+    greeting_s: Seconds = 15.0
+    read_s: Seconds = 30.0
+    progress_thread: bool | None = None
+    window: Annotated[int, Meta(ge=1)] = 4096
+    backend: str = "UCX"
+    backend_parameters: dict[str, str] = msgspec.field(default_factory=dict)
+    ucx: dict[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def nixl(self) -> NixlOptions:
+        return NixlOptions(self.backend, self.progress_thread, self.window, self.read_s, self.backend_parameters, self.ucx)
+
+    @property
+    def key(self) -> Key | None:
+        return read_key(self.key_file) if self.key_file else None
+
+    def listening(self, data_parallel_index: int) -> str:
+        """Where this one of several data-parallel engines listens."""
+        host, port = split_address(self.listen)
+        return f"{host}:{port + data_parallel_index if port else 0}"
+
+    def advertised(self, port: int) -> str:
+        """The address for references; a wildcard cannot be one."""
+        host = self.advertise or split_address(self.listen)[0]
+        if host in ("0.0.0.0", "::", "*"):
+            raise SessionError(
+                f"listen on {self.listen} says no address that consumers could reach: set advertise to the host's"
+            )
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def read_options(extra: Mapping[str, Any]) -> Options:
+    """Raises SessionError naming the option that is wrong, with the nearest one there is."""
+    names = Options.__struct_fields__
+    for name in extra:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise SessionError(f"kv_connector_extra_config has no option {name!r}; {hint}")
+    try:
+        options = msgspec.convert(dict(extra), Options)
+    except msgspec.ValidationError as error:
+        raise SessionError(f"kv_connector_extra_config: {error}") from None
+    host, _ = split_address(options.listen)
+    if not options.key_file and not is_loopback(host):
+        raise SessionError(f"listen on {host} needs a key: set key_file to a file that all sides hold, or listen on 127.0.0.1")
+    for peer in options.peers:
+        split_address(peer)
+    return options

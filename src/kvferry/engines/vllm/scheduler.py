@@ -1,0 +1,397 @@
+"""The scheduler's half of the connector: which requests are prefilled for others, which are loaded, and what is owed to whom.
+
+Knows vLLM's requests and block ids, never bytes. A request is at most one of two things here:
+
+    prefill: truncated to N-1 tokens -> lease opened with its first blocks -> published when it finishes -> ended -> freed
+    decode:  reference checked -> producer met -> blocks allocated -> loading -> over; the lease is released at every way out
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from kvferry.engines.vllm.cargo import Orders, RankCard, Report
+from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.stats import FerryStats
+from kvferry.engines.vllm.tables import tables_of
+from kvferry.errors import BadReferenceError, BindError, SessionError
+from kvferry.session import (
+    Card,
+    Courier,
+    Hello,
+    Listener,
+    Load,
+    Meeting,
+    PeerKey,
+    Producer,
+    Reference,
+    Welcome,
+    digest,
+    from_params,
+    key_of,
+    meet,
+    to_params,
+)
+
+logger = logging.getLogger("kvferry.vllm")
+
+FINISHED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
+
+
+class Stage(Enum):
+    """WAITING: no blocks yet. LOADING: ranks read. OVER: nothing more will be loaded for it."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    OVER = "over"
+
+
+@dataclass
+class _Decode:
+    """A request that came with a reference; `reason` says why the reference is not used."""
+
+    reference: Reference | None
+    reason: str = ""
+    stage: Stage = Stage.WAITING
+    counted: bool = False
+    loaded: int = 0
+    unhashable: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    tokens: int
+    digest: str
+
+
+@dataclass
+class _Pending:
+    """Orders since the last step."""
+
+    meetings: list[Meeting] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+class SchedulerHalf:
+    """One engine's half; `clock` is for leases' deadlines."""
+
+    def __init__(
+        self, config: Any, kv_cache_config: Any, options: Options, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        transfer = config.kv_transfer_config
+        self._engine: str = transfer.engine_id
+        self._incarnation = secrets.token_hex(8)
+        self._groups: Sequence[Any] = kv_cache_config.kv_cache_groups
+        self._options, self._clock = options, clock
+        self._recompute = transfer.kv_load_failure_policy == "recompute"
+        self._key = options.key
+        self._cards: tuple[Card, ...] = ()
+        self._producer = Producer(self._incarnation, kv_cache_config.num_blocks, options.lease_s)
+        self._listener: Listener | None = None
+        self._address = ""
+        if transfer.is_kv_producer:
+            index = getattr(config.parallel_config, "data_parallel_index", 0)
+            self._listener = Listener(options.listening(index), self._key)
+            self._address = options.advertised(self._listener.port)
+        self._courier: Courier[Meeting] | None = None
+        if transfer.is_kv_consumer:
+            hello = Hello(self._engine, self._incarnation)
+            self._courier = Courier(hello, self._key, options.greeting_s, self._meet)
+        self._evict: Callable[[set[int]], None] | None = None
+        self._prefills: dict[str, _Prefill] = {}
+        self._decodes: dict[str, _Decode] = {}
+        self._announced: set[PeerKey] = set()
+        self._pending = _Pending()
+        self._stats = FerryStats()
+
+    def bind_cache(self, evict: Callable[[set[int]], None]) -> None:
+        """How blocks are taken out of the prefix cache."""
+        self._evict = evict
+
+    def ranks(self, cards: Mapping[tuple[int, int], RankCard]) -> None:
+        """The cards of all ranks, once; from now on greetings are answered. Meets the peers of the options."""
+        self._cards = tuple(self._stamped(found.card) for _, found in sorted(cards.items()))
+        if self._listener is not None:
+            self._listener.welcome(Welcome(self._engine, self._incarnation, self._options.lease_s, self._cards))
+            logger.info("%s answers consumers at %s", self._engine, self._address)
+        if self._courier is None:
+            return
+        for address in self._options.peers:
+            self._introduce(self._courier, address)
+
+    def _introduce(self, courier: Courier[Meeting], address: str) -> None:
+        """A peer that is there and cannot be read ends the start; one that is not there yet does not."""
+        try:
+            courier.introduce(address)
+        except SessionError as error:
+            logger.warning("%s; it is met when the first request names it", error)
+
+    def _stamped(self, card: Card) -> Card:
+        """Ranks do not know the start they belong to."""
+        identity = msgspec.structs.replace(card.caches.identity, incarnation=self._incarnation)
+        return msgspec.structs.replace(card, caches=msgspec.structs.replace(card.caches, identity=identity))
+
+    def _meet(self, peer: PeerKey, welcome: Welcome) -> Meeting:
+        if not self._cards:
+            raise SessionError("this engine is still starting; ask again")
+        meeting = meet(peer, welcome, [card.caches for card in self._cards])
+        logger.info("%s", meeting)
+        return meeting
+
+    def arrive(self, request: Any) -> None:
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode"):
+            self._arrive_prefill(request)
+        elif params.get("do_remote_prefill"):
+            self._arrive_decode(request, params)
+
+    def _arrive_prefill(self, request: Any) -> None:
+        """N-1 tokens and one step, for every model: the consumer computes the last token itself."""
+        if self._listener is None:
+            logger.warning("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
+            return
+        tokens = request.prompt_token_ids
+        request.max_tokens = 1
+        if tokens is None or len(tokens) < 2 or request.skip_reading_prefix_cache or request.pooling_params is not None:
+            return
+        if any(place + length >= len(tokens) for _, place, length in _media(request)):
+            return
+        del tokens[-1:]
+        del request._all_token_ids[-1:]
+        request.num_prompt_tokens -= 1
+        self._prefills[request.request_id] = _Prefill(len(tokens), _digest(request, len(tokens)))
+
+    def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
+        found = self._decodes[request.request_id] = _Decode(None)
+        try:
+            if self._courier is None:
+                raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
+            if "kvferry" not in params:
+                raise BadReferenceError("kv_transfer_params carry no reference of KVFerry; does the producer run it too?")
+            reference = from_params(params["kvferry"])
+            self._check(request, reference)
+        except BadReferenceError as error:
+            found.reason = str(error)
+            return
+        found.reference = reference
+        self._courier.hold(request.request_id, reference)
+
+    def _check(self, request: Any, reference: Reference) -> None:
+        """The reference must be of this very prompt, or of its beginning."""
+        tokens = request.prompt_token_ids
+        if tokens is None:
+            raise BadReferenceError("a prompt of embeddings cannot be compared with what was prefilled")
+        if reference.tokens >= len(tokens):
+            raise BadReferenceError(f"the reference covers {reference.tokens} tokens, the prompt has {len(tokens)}")
+        if reference.digest != _digest(request, reference.tokens):
+            raise BadReferenceError("the reference is of another prompt, adapter, media or salt")
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `computed` will be loaded; None while the producer is being met."""
+        decode = self._decodes.get(request.request_id)
+        if decode is None or decode.stage is not Stage.WAITING:
+            return 0, False
+        reference = decode.reference
+        if not decode.reason and reference is not None and self._courier is not None:
+            found = self._courier.peer(reference)
+            if found is None:
+                return None, False
+            if isinstance(found, str):
+                decode.reason = found
+        if decode.reason:
+            return self._refuse(request, decode, computed)
+        count = 0 if reference is None or request.skip_reading_prefix_cache else reference.tokens - computed
+        return (count, True) if count > 0 else (0, False)
+
+    def _refuse(self, request: Any, decode: _Decode, computed: int) -> tuple[int, bool]:
+        """Recomputed here, or, where vLLM's policy is to fail, reported by the ranks as a load that failed."""
+        if not decode.counted:
+            decode.counted = True
+            self._stats.count("refused")
+            outcome = "it is recomputed here" if self._recompute else "it fails (kv_load_failure_policy)"
+            logger.error("request %s is not loaded: %s; %s", request.request_id, decode.reason, outcome)
+        count = 0 if self._recompute or request.skip_reading_prefix_cache else request.num_prompt_tokens - 1 - computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
+        identity = request.request_id
+        if identity in self._prefills and self._producer.open(identity) is None:
+            logger.error("request %s: no lease is free; its consumer will recompute it", identity)
+        decode = self._decodes.get(identity)
+        if decode is None:
+            return
+        if decode.stage is not Stage.WAITING:
+            self._forget_hashes(decode)
+            decode.unhashable = frozenset()
+            return
+        if external <= 0:
+            if not decode.reason:
+                self._stats.count("nothing")
+            self._over(identity, decode, "nothing to load")
+            return
+        decode.stage = Stage.LOADING
+        if decode.reason or decode.reference is None:
+            self._pending.refused.append(identity)
+            return
+        self._order(request, decode, decode.reference, block_ids, external)
+
+    def _order(
+        self, request: Any, decode: _Decode, reference: Reference, block_ids: Sequence[Sequence[int]], external: int
+    ) -> None:
+        peer = key_of(reference)
+        meeting = self._courier.peer(reference) if self._courier is not None else None
+        try:
+            if not isinstance(meeting, Meeting):
+                raise BadReferenceError(f"{peer} went away: {meeting}")
+            here = tables_of(self._groups, block_ids, reference.tokens)
+        except (BadReferenceError, BindError) as error:
+            logger.error("request %s is not loaded: %s", request.request_id, error)
+            self._pending.refused.append(request.request_id)
+            return
+        if peer not in self._announced:
+            self._announced.add(peer)
+            self._pending.meetings.append(meeting)
+        decode.loaded = external
+        start = reference.tokens - external
+        self._pending.loads.append(
+            Load(request.request_id, peer, reference.lease, reference.tokens, start, reference.tables, here)
+        )
+
+    def _over(self, identity: str, decode: _Decode, note: str) -> None:
+        """Nothing more is loaded; the producer may have its blocks back."""
+        decode.stage = Stage.OVER
+        if decode.reference is not None and self._courier is not None:
+            self._courier.release(identity, decode.reference, note)
+
+    def _forget_hashes(self, decode: _Decode) -> None:
+        """vLLM hashes what was loaded when it takes the request up again, at any step from here on."""
+        if decode.unhashable and self._evict is not None:
+            self._evict(set(decode.unhashable))
+
+    def orders(self) -> Orders:
+        now = self._clock()
+        for message in self._listener.take() if self._listener is not None else ():
+            self._producer.receive(message, now)
+        self._producer.expire(now)
+        closing = self._producer.take_closing()
+        for end in closing:
+            self._stats.count(end.ending.value)
+        pending, self._pending = self._pending, _Pending()
+        for decode in self._decodes.values():
+            self._forget_hashes(decode)
+        return Orders(
+            closing, self._producer.take_opened(), tuple(pending.meetings), tuple(pending.loads), tuple(pending.refused)
+        )
+
+    def results(self, sent: set[str], received: set[str], failed: set[str], report: Report | None) -> None:
+        """What all ranks have reported of leases and loads."""
+        self._producer.close_all(sent)
+        unhashable = report.unhashable if report is not None else {}
+        for identity, blocks in unhashable.items():
+            if identity in self._decodes:
+                self._decodes[identity].unhashable |= blocks
+        for identity in received:
+            decode = self._decodes.get(identity)
+            if decode is None:
+                continue
+            if identity in failed:
+                decode.unhashable = frozenset()
+                if not decode.counted:
+                    self._stats.count("failed")
+            else:
+                self._stats.count("loaded")
+                self._stats.count("tokens", decode.loaded)
+            aborted = decode.stage is Stage.OVER
+            self._over(identity, decode, "failed" if identity in failed else "loaded")
+            if aborted:
+                del self._decodes[identity]
+
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks stay for a consumer, and the reference to them."""
+        self._finish_decode(request.request_id)
+        prefill = self._prefills.pop(request.request_id, None)
+        if prefill is None:
+            params = request.kv_transfer_params or {}
+            return False, dict(NOTHING) if params.get("do_remote_decode") else None
+        return self._publish(request, prefill, block_ids)
+
+    def _finish_decode(self, identity: str) -> None:
+        decode = self._decodes.get(identity)
+        if decode is None:
+            return
+        if decode.stage is Stage.LOADING:
+            decode.stage = Stage.OVER
+            return
+        if decode.stage is Stage.WAITING:
+            self._over(identity, decode, "finished before it was loaded")
+        del self._decodes[identity]
+
+    def _publish(
+        self, request: Any, prefill: _Prefill, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        identity = request.request_id
+        try:
+            if request.status.name not in FINISHED or request.num_computed_tokens < prefill.tokens:
+                raise SessionError(f"it ended as {request.status.name}")
+            blocks = tables_of(self._groups, block_ids, prefill.tokens)
+            lease = self._producer.publish(identity, self._clock())
+        except (SessionError, BindError) as error:
+            self._producer.abort(identity)
+            logger.info("request %s leaves nothing for a consumer: %s", identity, error)
+            return False, None
+        self._stats.count("held")
+        reference = Reference(
+            self._address,
+            self._engine,
+            self._incarnation,
+            identity,
+            lease,
+            prefill.tokens,
+            {str(group): table for group, table in blocks.items()},
+            prefill.digest,
+        )
+        host, _, port = self._address.rpartition(":")
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine,
+            "remote_request_id": identity,
+            "remote_host": host,
+            "remote_port": int(port),
+            "kvferry": to_params(reference),
+        }
+
+    def stats(self) -> FerryStats | None:
+        return self._stats.take()
+
+    def close(self) -> None:
+        if self._courier is not None:
+            self._courier.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _media(request: Any) -> list[tuple[str, int, int]]:
+    """Identity, place and length of everything that is not text."""
+    return [(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
+
+
+def _digest(request: Any, tokens: int) -> str:
+    lora = request.lora_request
+    media = [(name, place) for name, place, _ in _media(request) if place < tokens]
+    return digest(
+        request.prompt_token_ids[:tokens],
+        adapter=lora.lora_name if lora is not None else "",
+        media=media,
+        salt=request.cache_salt or "",
+    )

@@ -1,0 +1,30 @@
+"""vLLM's block ids by group as the tables of a request: null blocks are holes, and of state groups one block counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvferry.engines.vllm.surface import Group
+from kvferry.errors import BindError
+from kvferry.manifest.schema import HOLE
+
+NULL_BLOCK: Final = 0
+
+
+def tables_of(groups: Sequence[Group], block_ids: Sequence[Sequence[int]], tokens: int) -> dict[int, list[int] | int]:
+    """Tables for the first `tokens` tokens, keyed by the group's position; groups that are not transferred are left out."""
+    return {
+        index: _table(index, group.kv_cache_spec, ids, tokens)
+        for index, (group, ids) in enumerate(zip(groups, block_ids, strict=True))
+        if group.enable_kv_transfer
+    }
+
+
+def _table(index: int, spec: Any, ids: Sequence[int], tokens: int) -> list[int] | int:
+    if type(spec).__name__ != "MambaSpec":
+        return [HOLE if block == NULL_BLOCK else block for block in ids[: -(-tokens // spec.block_size)]]
+    place = 0 if spec.mamba_cache_mode == "none" else -(-tokens // spec.block_size) - 1
+    if place >= len(ids) or ids[place] == NULL_BLOCK:
+        raise BindError(f"group {index}: no block holds the state after {tokens} tokens (place {place} of {len(ids)})")
+    return ids[place]

@@ -1,0 +1,103 @@
+"""What two sides say to each other over the session's channel; encoding, a size cap, and one error for what is wrong.
+
+    consumer                         producer
+    Hello                     -->
+                              <--    Welcome (the cards of all ranks), or Refusal with the reason
+    Renew (leases in use)     -->            the deadlines of those that live move on
+    Release (a lease)         -->            the lease ends, whether its blocks were read or not
+
+Renew and Release have no answer: both may be repeated, and a lost one costs no more than waiting for the deadline.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvferry.errors import DecodeError
+from kvferry.manifest.schema import Label, Manifest, Name
+from kvferry.session.reference import Lease
+
+SESSION_VERSION: Final = 1
+MAX_REQUEST: Final = 1 << 20
+MAX_WELCOME: Final = 1 << 28
+MAX_LEASES: Final = 1 << 14
+
+
+class Card(Struct, frozen=True):
+    """One rank: what its caches hold, where its words lie, and how the transport reaches it (a bearer secret)."""
+
+    caches: Manifest
+    words: Manifest
+    transport: Annotated[bytes, Meta(max_length=1 << 20)]
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """The first message; `engine` and `incarnation` are the consumer's, for the producer's log."""
+
+    engine: Name
+    incarnation: Name
+    version: int = SESSION_VERSION
+
+
+class Welcome(Struct, frozen=True, tag="welcome"):
+    engine: Name
+    incarnation: Name
+    lease_s: Annotated[float, Meta(gt=0)]
+    cards: Annotated[tuple[Card, ...], Meta(min_length=1, max_length=4096)]
+    version: int = SESSION_VERSION
+
+
+class Refusal(Struct, frozen=True, tag="refusal"):
+    reason: Annotated[str, Meta(max_length=4096)]
+
+
+class Renew(Struct, frozen=True, tag="renew"):
+    incarnation: Name
+    leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
+
+
+class Release(Struct, frozen=True, tag="release"):
+    """`reader` says which consumer, and `note` how it went."""
+
+    incarnation: Name
+    lease: Lease
+    reader: Name
+    note: Label = ""
+
+
+Request = Hello | Renew | Release
+Reply = Welcome | Refusal
+
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
+
+
+def pack(message: Request | Reply) -> bytes:
+    """Refuses what the other side would refuse for its size."""
+    data = msgspec.msgpack.encode(message)
+    cap = MAX_WELCOME if isinstance(message, Reply) else MAX_REQUEST
+    if len(data) > cap:
+        raise DecodeError(f"a {type(message).__name__} of {len(data):,} bytes is not sent: the other side takes {cap:,}")
+    return data
+
+
+def unpack_request(data: bytes) -> Request:
+    if len(data) > MAX_REQUEST:
+        raise DecodeError(f"a request of {len(data):,} bytes is refused: the cap is {MAX_REQUEST:,}")
+    try:
+        return _REQUESTS.decode(data)
+    except _ERRORS as error:
+        raise DecodeError(f"not a request this version accepts: {error}") from None
+
+
+def unpack_reply(data: bytes) -> Reply:
+    if len(data) > MAX_WELCOME:
+        raise DecodeError(f"a reply of {len(data):,} bytes is refused: the cap is {MAX_WELCOME:,}")
+    try:
+        return _REPLIES.decode(data)
+    except _ERRORS as error:
+        raise DecodeError(f"not a reply this version accepts: {error}") from None

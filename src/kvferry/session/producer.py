@@ -1,0 +1,140 @@
+"""The producer's leases, sans I/O: who may still read which request's blocks, and when they are given up.
+
+    open ──> published ──> closing ──> closed (the slot is free again)
+      └──────────────────────┘ an aborted request closes without having been published
+
+A slot's word goes live on every rank when its lease opens, before any reference can name it. It is dead on every rank before
+a block is freed: the engine frees only once `closed` was said of every rank. Times are the caller's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvferry.errors import SessionError
+from kvferry.session.messages import Release, Renew
+from kvferry.session.reference import Lease
+
+
+class Ending(Enum):
+    """Why a lease ended."""
+
+    RELEASED = "released"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class Closing:
+    """A word to kill on every rank; after that the engine frees the blocks of `request`, unless it was aborted."""
+
+    request: str
+    lease: Lease
+    ending: Ending
+
+
+@dataclass
+class _Held:
+    request: str
+    lease: Lease
+    deadline: float | None = None
+    closing: bool = False
+
+
+class Producer:
+    """Leases of one start of one engine. Generations begin at a random number, so that no other start repeats them."""
+
+    def __init__(self, incarnation: str, slots: int, lease_s: float) -> None:
+        self.incarnation, self.lease_s = incarnation, lease_s
+        self._generation = secrets.randbits(62) | 1
+        self._free = deque(range(slots))
+        self._held: dict[str, _Held] = {}
+        self._by_slot: dict[int, _Held] = {}
+        self._opened: list[_Held] = []
+        self._closing: list[Closing] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def open(self, request: str) -> Lease | None:
+        """A lease for a request that is about to be prefilled; None while all slots are taken, or while an earlier lease of
+        the request is closing."""
+        known = self._held.get(request)
+        if known is not None:
+            return None if known.closing else known.lease
+        if not self._free:
+            return None
+        self._generation = self._generation % ((1 << 63) - 1) + 1
+        held = _Held(request, Lease(self._free.popleft(), self._generation))
+        self._held[request] = self._by_slot[held.lease.slot] = held
+        self._opened.append(held)
+        return held.lease
+
+    def publish(self, request: str, now: float) -> Lease:
+        """The request's blocks may be read from now on, until it is released or its time is up."""
+        held = self._held.get(request)
+        if held is None or held.closing:
+            raise SessionError(f"request {request} has no open lease")
+        held.deadline = now + self.lease_s
+        return held.lease
+
+    def abort(self, request: str) -> None:
+        """A request that ends unpublished: its blocks are the engine's at once, and so is its slot."""
+        held = self._held.get(request)
+        if held is not None and held.deadline is None and not held.closing:
+            self._close(held, Ending.ABORTED)
+            self.closed(request)
+
+    def receive(self, message: Renew | Release, now: float) -> None:
+        """A consumer's word on its leases; what names another start, or a lease that has ended, changes nothing."""
+        if message.incarnation != self.incarnation:
+            return
+        if isinstance(message, Release):
+            held = self._live(message.lease)
+            if held is not None:
+                self._close(held, Ending.RELEASED)
+            return
+        for lease in message.leases:
+            held = self._live(lease)
+            if held is not None:
+                held.deadline = now + self.lease_s
+
+    def _live(self, lease: Lease) -> _Held | None:
+        held = self._by_slot.get(lease.slot)
+        if held is None or held.lease != lease or held.closing or held.deadline is None:
+            return None
+        return held
+
+    def expire(self, now: float) -> None:
+        for held in list(self._held.values()):
+            if held.deadline is not None and held.deadline <= now and not held.closing:
+                self._close(held, Ending.EXPIRED)
+
+    def _close(self, held: _Held, ending: Ending) -> None:
+        held.closing = True
+        self._closing.append(Closing(held.request, held.lease, ending))
+
+    def take_opened(self) -> tuple[Lease, ...]:
+        """Leases whose words must go live on every rank, in this order with `take_closing`: closings first. One that closes
+        before it was taken never goes live."""
+        out, self._opened = tuple(held.lease for held in self._opened if not held.closing), []
+        return out
+
+    def take_closing(self) -> tuple[Closing, ...]:
+        out, self._closing = tuple(self._closing), []
+        return out
+
+    def closed(self, request: str) -> None:
+        """Every rank has killed the word; of a lease that is not closing this says nothing."""
+        held = self._held.get(request)
+        if held is not None and held.closing:
+            del self._held[request], self._by_slot[held.lease.slot]
+            self._free.append(held.lease.slot)
+
+    def close_all(self, requests: Iterable[str]) -> None:
+        for request in requests:
+            self.closed(request)
