@@ -10,7 +10,9 @@ import json
 import os
 import select
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 from crossing import process_group
@@ -42,6 +44,7 @@ def main() -> None:
     finally:
         for child in children:
             process_group.end(child)
+        process_group.sweep(Path(tempfile.gettempdir()))
     os._exit(0)
 
 

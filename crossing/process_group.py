@@ -11,6 +11,7 @@ from pathlib import Path
 END_SECONDS = 10.0
 POLL_SECONDS = 0.01
 PR_SET_CHILD_SUBREAPER = 36
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def end(group: int) -> None:
@@ -22,6 +23,13 @@ def end(group: int) -> None:
         time.sleep(POLL_SECONDS)
     for path in left_behind:
         path.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """The shared memory of engines that died by themselves: vLLM names it after a file that it keeps in `folder`."""
+    for kept in folder.glob("vllm_dist_*"):
+        for path in SHARED_MEMORY.glob(f"{kept.name}-*"):
+            path.unlink(missing_ok=True)
 
 
 def send(group: int, number: int) -> bool:
@@ -62,5 +70,7 @@ def _shared_memory(group: int) -> set[Path]:
             lines = (process / "maps").read_text().splitlines()
         except OSError:
             continue
-        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line and not line.endswith("(deleted)")}
+        found |= {
+            Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED_MEMORY}/" in line and not line.endswith("(deleted)")
+        }
     return found
