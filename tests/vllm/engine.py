@@ -40,6 +40,7 @@ from kvferry.manifest import Identity, Manifest, Rank
 POOL_BYTES = 256 << 20
 MAX_TOKENS = 256
 CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -86,6 +87,7 @@ def _nemotron_h() -> Any:
 
 def _granite(groups: int, heads: int = 4) -> Any:
     fields = {**COMMON, "hidden_size": 32 * heads, "num_attention_heads": heads, "num_key_value_heads": heads}
+    fields["vocab_size"] = 64 * heads
     return transformers.GraniteMoeHybridConfig(
         **fields,
         shared_intermediate_size=64 * heads,
@@ -190,13 +192,14 @@ class Setup:
     """One rank of one engine, as a user would configure it. `isa` is what the cache-write op runs with, where it is not to
     be vLLM's choice for this CPU; `declared_isa` is what the adapter is told, where it is not to be the truth; `kernel`
     has vLLM's allocator cut blocks into kernel blocks of that many tokens, as it does on other platforms; `engine` gives it
-    KVFerry's connector and that id."""
+    KVFerry's connector and that id; `layers` says how many go to each pipeline stage, where it is not to be vLLM's choice."""
 
     model: str
     tp: int = 1
     rank: int = 0
     pp: int = 1
     stage: int = 0
+    layers: str = ""
     block: int = 32
     dtype: str = "float32"
     isa: str = ""
@@ -281,12 +284,19 @@ def start() -> None:
         parallel_state.initialize_model_parallel(1, 1)
 
 
+def _set_environment(setup: Setup) -> None:
+    os.environ[CONV_LAYOUT] = setup.conv
+    mamba_utils.get_conv_state_layout.cache_clear()
+    os.environ.pop(PARTITION, None)
+    if setup.layers:
+        os.environ[PARTITION] = setup.layers
+
+
 @contextmanager
 def as_rank(setup: Setup, config: Any) -> Iterator[None]:
     """vLLM believes to be this rank of this engine."""
     start()
-    os.environ[CONV_LAYOUT] = setup.conv
-    mamba_utils.get_conv_state_layout.cache_clear()
+    _set_environment(setup)
     places = ((parallel_state._TP, setup.rank, setup.tp), (parallel_state._PP, setup.stage, setup.pp))
     before = [(group, group.rank, group.ranks, group.rank_in_group, group.world_size) for group, _, _ in places]
     config.parallel_config.rank = setup.stage * setup.tp + setup.rank
@@ -303,8 +313,7 @@ def as_rank(setup: Setup, config: Any) -> Iterator[None]:
 @contextmanager
 def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
     """What a user would pass; the model's folder lives as long as the context."""
-    os.environ[CONV_LAYOUT] = setup.conv
-    mamba_utils.get_conv_state_layout.cache_clear()
+    _set_environment(setup)
     with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as folder:
         MODELS[setup.model]().save_pretrained(folder)
         speculative = {"method": "ngram", "num_speculative_tokens": setup.speculative, "prompt_lookup_max": 2}
@@ -336,6 +345,7 @@ def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
             "attention_backend": setup.backend,
             "kv_cache_dtype": setup.kv_cache_dtype,
             "speculative_config": speculative if setup.speculative else None,
+            "async_scheduling": False if setup.engine else None,
             "kv_transfer_config": KVTransferConfig(**transfer) if setup.engine else None,
         }
 
