@@ -130,10 +130,10 @@ def retained_by(ranks: Sequence[Worker], table: Tables) -> dict[str, int]:
     }
 
 
-def expect_at_consumer(worker: Worker, table: Tables, tokens: int, retained: dict[str, int]) -> int:
+def expect_at_consumer(worker: Worker, table: Tables, tokens: int, retained: dict[str, int], start: int = 0) -> int:
     """Zero every loaded block, write what D must have; returns the bytes that had to come from P.
 
-    `retained` is the first token that P still holds of each layer.
+    `retained` is the first token that P still holds of each layer; D had the blocks before token `start` already.
     """
     moved = 0
     hashed = worker.setup.prefix_caching
@@ -153,6 +153,7 @@ def expect_at_consumer(worker: Worker, table: Tables, tokens: int, retained: dic
         if hashed:
             kept = ids.count(HOLE) * block
             low = {name: max(kept, retained[name]) for name in names}
+        low = {name: max(first, start) for name, first in low.items()}
         for name in names:
             for i in range(min(low.values()) // block, len(ids)):
                 cache = worker.kv_caches[name]

@@ -189,10 +189,14 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """One rank of one engine, as a user would configure it. `isa` is what the cache-write op runs with, where it is not to
-    be vLLM's choice for this CPU; `declared_isa` is what the adapter is told, where it is not to be the truth; `kernel`
-    has vLLM's allocator cut blocks into kernel blocks of that many tokens, as it does on other platforms; `engine` gives it
-    KVFerry's connector and that id; `layers` says how many go to each pipeline stage, where it is not to be vLLM's choice."""
+    """One rank of one engine, as a user would configure it.
+
+    `isa` is what the cache-write op runs with, where it is not to be vLLM's choice for this CPU; `declared_isa` is what the
+    adapter is told, where it is not to be the truth. `kernel` has vLLM's allocator cut blocks into kernel blocks of that many
+    tokens, as it does on other platforms. `layers` says how many go to each pipeline stage, where it is not to be vLLM's
+    choice; `budget` how many tokens a step computes at most; `ahead` has steps scheduled before the tokens of the last one
+    are known. `engine` gives it KVFerry's connector with that id and `options`.
+    """
 
     model: str
     tp: int = 1
@@ -215,6 +219,9 @@ class Setup:
     role: str = "kv_both"
     failure_policy: str = "fail"
     blocks: int = 40
+    budget: int = MAX_TOKENS
+    ahead: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -323,7 +330,7 @@ def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
             "kv_role": setup.role,
             "engine_id": setup.engine,
             "kv_load_failure_policy": setup.failure_policy,
-            "kv_connector_extra_config": {"progress_thread": False},
+            "kv_connector_extra_config": {"progress_thread": False, **dict(setup.options)},
         }
         yield {
             "model": folder,
@@ -332,7 +339,7 @@ def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
             "dtype": setup.dtype,
             "enforce_eager": True,
             "max_model_len": MAX_TOKENS,
-            "max_num_batched_tokens": MAX_TOKENS,
+            "max_num_batched_tokens": setup.budget,
             "max_num_seqs": 4,
             "tensor_parallel_size": setup.tp,
             "pipeline_parallel_size": setup.pp,
@@ -345,7 +352,7 @@ def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
             "attention_backend": setup.backend,
             "kv_cache_dtype": setup.kv_cache_dtype,
             "speculative_config": speculative if setup.speculative else None,
-            "async_scheduling": False if setup.engine else None,
+            "async_scheduling": setup.ahead if setup.engine else None,
             "kv_transfer_config": KVTransferConfig(**transfer) if setup.engine else None,
         }
 

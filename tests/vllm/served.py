@@ -12,12 +12,13 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from crossing import Bytes, Tables, expect_at_consumer, fill_producer, garbage, is_state, retained_by
+from crossing import Tables, expect_at_consumer, fill_producer, garbage, is_state, retained_by
 from engine import Setup, Worker, as_rank, build
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -49,8 +50,20 @@ def through_a_pipe(what: Any) -> Any:
 class Engine:
     """`slow` ranks keep their results to themselves; `reported` counts what each rank has said of each request."""
 
-    def __init__(self, setup: Setup, seed: int = 1) -> None:
+    def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self.connectors: list[KVFerryConnector] = []
+        self.reported = {"sent": Counter[tuple[int, str]](), "received": Counter[tuple[int, str]]()}
+        self.failed: set[tuple[int, str]] = set()
+        self.counted: Counter[str] = Counter()
+        self.slow: set[int] = set()
+        self.outputs: dict[str, Any] = {}
+        self.scheduled: Counter[str] = Counter()
+        self.moved = [Counter[str]() for _ in range(setup.tp * setup.pp)]
+
+    def start(self, seed: int) -> None:
+        """In the order of vLLM's engine: ranks, scheduler, the ranks' caches, and their cards."""
+        setup = self.setup
         places = [(stage, rank) for stage in range(setup.pp) for rank in range(setup.tp)]
         self.ranks: list[Worker] = [build(replace(setup, stage=stage, rank=rank)) for stage, rank in places]
         config = self.config = self.ranks[0].vllm_config
@@ -58,17 +71,17 @@ class Engine:
         config.cache_config.num_gpu_blocks = cache.num_blocks
         with as_rank(self.ranks[0].setup, config):
             block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
-            self.scheduler = Scheduler(
+            self.scheduler: Scheduler = config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config,
                 kv_cache_config=cache,
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=block_size,
                 hash_block_size=hash_block_size,
+                log_stats=True,
             )
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self._hasher = get_request_block_hasher(hash_block_size, hashing)
-        self.connectors: list[KVFerryConnector] = []
         for worker in self.ranks:
             with as_rank(worker.setup, worker.vllm_config):
                 made = KVConnectorFactory.create_connector(worker.vllm_config, KVConnectorRole.WORKER, worker.kv_cache_config)
@@ -77,13 +90,6 @@ class Engine:
         cards = {place: c.get_handshake_metadata() for place, c in zip(places, self.connectors, strict=True)}
         self.connector.set_xfer_handshake_metadata_pp_aware(through_a_pipe(cards))
         self.aggregator = KVOutputAggregator.from_connector(self.connector, len(self.ranks))
-        self.reported = {"sent": Counter[tuple[int, str]](), "received": Counter[tuple[int, str]]()}
-        self.failed: set[tuple[int, str]] = set()
-        self.moved = [Counter[str]() for _ in self.ranks]
-        self.counted: Counter[str] = Counter()
-        self.slow: set[int] = set()
-        self.outputs: dict[str, Any] = {}
-        self.scheduled: Counter[str] = Counter()
         self._scatter(seed)
 
     @property
@@ -131,7 +137,7 @@ class Engine:
             forward(out)
         self.scheduled.update(out.num_scheduled_tokens)
         names = list(out.num_scheduled_tokens)
-        sampled = [[SAMPLED] for _ in names]
+        sampled = [[SAMPLED] if self._is_whole(name) else [] for name in names]
         index = {name: i for i, name in enumerate(names)}
         parts = [
             ModelRunnerOutput(names, index, sampled, kv_connector_output=through_a_pipe(self._rank_steps(rank, out)))
@@ -166,27 +172,36 @@ class Engine:
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
 
-    def step_until(self, done: Callable[[], bool], *others: Engine) -> None:
-        """Step until something has come about; engines beside it step, too."""
+    def step_until(self, done: Callable[[], bool], forward: Callable[[Any], None] | None = None) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not done():
             assert time.monotonic() < deadline, f"{self.setup}: still waiting; {self.scheduler.requests}"
-            for engine in (self, *others):
-                engine.step()
+            self.step(forward)
             time.sleep(0.001)
 
     def prefill(self, name: str, prompt: Sequence[int], **sampling: Any) -> dict[str, Any] | None:
         """Prefill a request for others; the parameters of its answer as a router sees them."""
-        self.scheduler.add_request(self.request(name, prompt, {"do_remote_decode": True}, **sampling))
-        tokens = len(prompt) - 1
+        request = self.request(name, prompt, {"do_remote_decode": True}, **sampling)
+        self.scheduler.add_request(request)
+        return self.finish_prefill(request)
+
+    def finish_prefill(self, request: Request) -> dict[str, Any] | None:
+        name, tokens = request.request_id, request.num_prompt_tokens
 
         def forward(out: Any) -> None:
-            for worker in self.ranks:
-                fill_producer(worker, self.table(name, tokens), tokens)
+            if self._is_whole(name):
+                for worker in self.ranks:
+                    fill_producer(worker, self.table(name, tokens), tokens)
 
-        self.step(forward)
+        while name not in self.outputs:
+            self.step(forward)
         params = self.outputs[name].kv_transfer_params
         return json.loads(json.dumps(params)) if params is not None else None
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether the step that was just scheduled computes the last token there is."""
+        request = self.scheduler.requests[name]
+        return request.num_computed_tokens >= request.num_tokens
 
     def soil(self, seed: int) -> None:
         """Garbage in every byte, as blocks of earlier requests leave it."""
@@ -203,7 +218,8 @@ class Engine:
     def close(self) -> None:
         for connector in self.connectors:
             connector.shutdown()
-        self.scheduler.shutdown()
+        if hasattr(self, "scheduler"):
+            self.scheduler.shutdown()
 
 
 @contextmanager
@@ -211,11 +227,16 @@ def engines(*setups: Setup) -> Iterator[tuple[Engine, ...]]:
     made: list[Engine] = []
     try:
         for i, setup in enumerate(setups):
-            made.append(Engine(setup, seed=i + 1))
+            made.append(Engine(setup))
+            made[-1].start(seed=i + 1)
         yield tuple(made)
     finally:
-        for engine in made:
-            engine.close()
+        with ThreadPoolExecutor() as closing:
+            list(closing.map(Engine.close, made))
+
+
+def side(**changes: Any) -> dict[str, Any]:
+    return changes
 
 
 def sides(model: str, producer: dict[str, Any], consumer: dict[str, Any], **both: Any) -> tuple[Setup, Setup]:
@@ -223,24 +244,23 @@ def sides(model: str, producer: dict[str, Any], consumer: dict[str, Any], **both
 
 
 class Arrival:
-    """A request on its way into a consumer: its memory before the load, and what an oracle wants to see after it."""
+    """Requests on their way into a consumer: its memory before the loads, and what an oracle wants to see after them."""
 
-    def __init__(self, producer: Engine, consumer: Engine, name: str, tokens: int) -> None:
-        self.producer, self.consumer, self.name, self.tokens = producer, consumer, name, tokens
+    def __init__(self, producer: Engine, consumer: Engine) -> None:
+        self.producer, self.consumer = producer, consumer
         self.before = [worker.memory.copy() for worker in consumer.ranks]
-        self.wanted: list[Bytes] = []
-        self.needed: list[int] = []
+        self.wanted = [memory.copy() for memory in self.before]
+        self.needed = [0 for _ in consumer.ranks]
 
-    def expect(self) -> None:
-        """Called once blocks are allocated at the consumer: ask the oracle, on memory that nothing is loading into."""
-        source = self.producer.table(self.name, self.tokens)
-        retained = retained_by(self.producer.ranks, source)
-        here = self.consumer.table(self.name, self.tokens)
-        for worker, before in zip(self.consumer.ranks, self.before, strict=True):
+    def expect(self, name: str, tokens: int, start: int) -> None:
+        """Called once blocks are allocated at the consumer and nothing is loading yet."""
+        retained = retained_by(self.producer.ranks, self.producer.table(name, tokens))
+        here = self.consumer.table(name, tokens)
+        for rank, worker in enumerate(self.consumer.ranks):
             now = worker.memory.copy()
-            worker.memory[:] = before
-            self.needed.append(expect_at_consumer(worker, here, self.tokens, retained))
-            self.wanted.append(worker.memory.copy())
+            worker.memory[:] = self.wanted[rank]
+            self.needed[rank] += expect_at_consumer(worker, here, tokens, retained, start)
+            self.wanted[rank] = worker.memory.copy()
             worker.memory[:] = now
 
     def differences(self) -> list[str]:
@@ -254,23 +274,33 @@ class Arrival:
 
 
 def load(
-    producer: Engine, consumer: Engine, name: str, prompt: Sequence[int], params: dict[str, Any] | None, **sampling: Any
+    producer: Engine,
+    consumer: Engine,
+    name: str,
+    prompt: Sequence[int],
+    params: dict[str, Any] | None,
+    start: int = 0,
+    **sampling: Any,
 ) -> Arrival:
-    """Send a request with a reference to a consumer, up to the step in which every rank has reported."""
-    arrival = Arrival(producer, consumer, name, len(prompt) - 1)
+    """Send a request with a reference to a consumer, up to the step in which every rank has reported. The consumer has the
+    blocks before token `start` already."""
     consumer.scheduler.add_request(consumer.request(name, prompt, params, **sampling))
+    return loaded(producer, consumer, {name: params["kvferry"]["tokens"] if params else 0}, start)
+
+
+def loaded(producer: Engine, consumer: Engine, tokens: dict[str, int], start: int = 0) -> Arrival:
+    """Step until every rank has reported on every request; their producers' first tokens are loaded."""
+    arrival = Arrival(producer, consumer)
+    ordered: set[str] = set()
 
     def forward(out: Any) -> None:
-        if out.kv_connector_metadata.loads:
-            arrival.expect()
+        for load in out.kv_connector_metadata.loads:
+            ordered.add(load.request)
+            arrival.expect(load.request, tokens[load.request], start)
 
-    deadline = time.monotonic() + PATIENCE_S
-    while not arrival.wanted or (consumer.waits_for_bytes(name) and not _over(consumer, name)):
-        assert time.monotonic() < deadline
-        consumer.step(forward)
-        time.sleep(0.001)
+    def over() -> bool:
+        ranks = range(len(consumer.ranks))
+        return ordered == set(tokens) and all(consumer.reported["received"][rank, name] for rank in ranks for name in tokens)
+
+    consumer.step_until(over, forward=forward)
     return arrival
-
-
-def _over(consumer: Engine, name: str) -> bool:
-    return all(consumer.reported["received"][rank, name] for rank in range(len(consumer.ranks)))

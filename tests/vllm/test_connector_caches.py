@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from crossing import is_state
 from engine import workers
-from served import Arrival, Engine, engines, load, sides
+from served import Arrival, Engine, engines, load, loaded, side, sides
 
 pytestmark = pytest.mark.vllm
 
@@ -43,10 +44,6 @@ def cross(producer: Engine, consumer: Engine, tokens: int, name: str = "r", shif
         assert engine.held == 0
     assert not consumer.failed
     return arrival
-
-
-def side(**changes: Any) -> dict[str, Any]:
-    return changes
 
 
 def one(model: str, producer: dict[str, Any], consumer: dict[str, Any], **both: Any) -> Any:
@@ -117,6 +114,23 @@ def test_every_byte_is_what_the_engine_writes_at_the_consumer(
         cross(there, here, 64, "again")
 
 
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX: certified where there is one")
+@pytest.mark.parametrize(
+    CASE,
+    [
+        one("deepseek", side(tp=2, block=32, backend="AMX_MLA"), side(tp=1, block=16, backend="CPU_MLA")),
+        one("deepseek", side(tp=1, block=16, backend="CPU_MLA"), side(tp=2, block=64, backend="AMX_MLA")),
+        one("llama", side(tp=2, isa="amx"), side(tp=1, block=64, isa="vec")),
+        one("nemotron-h", side(tp=1, isa="vec"), side(tp=2, block=64, isa="amx")),
+    ],
+)
+def test_every_byte_between_instruction_sets(
+    model: str, producer: dict[str, Any], consumer: dict[str, Any], both: dict[str, Any]
+) -> None:
+    with engines(*sides(model, producer, consumer, dtype="bfloat16")) as (there, here):
+        cross(there, here, TOKENS)
+
+
 def test_stages_without_layers_of_a_group_are_among_the_cases() -> None:
     for setup in sides("nemotron-h", side(pp=2), side(pp=2, layers="1,5")) + sides("gemma3", side(pp=2, layers="1,5"), side()):
         found = [group.layer_names for worker in workers(setup, "P") for group in worker.kv_cache_config.kv_cache_groups]
@@ -165,16 +179,47 @@ def test_states_that_prefix_caching_keeps_in_many_blocks(
             cross(there, here, tokens, f"r{tokens}", shift=tokens)
 
 
-def test_blocks_that_the_consumer_already_has_are_not_moved() -> None:
-    with engines(*sides("llama", side(), side(tp=2), prefix_caching=True)) as (there, here):
-        whole = cross(there, here, TOKENS)
+@pytest.mark.parametrize("model", ["llama", "gemma3", "nemotron-h"])
+def test_blocks_that_the_consumer_already_has_are_not_moved(model: str) -> None:
+    with engines(*sides(model, side(), side(tp=2), prefix_caching=True)) as (there, here):
+        whole = cross(there, here, 128, "first")
         before = [seen["moved"] for seen in here.moved]
         prompt = PROMPT[: TOKENS + 1]
         params = there.prefill("second", prompt)
-        arrival = load(there, here, "second", prompt, params)
+        arrival = load(there, here, "second", prompt, params, start=128)
         assert arrival.differences() == []
-        for rank, needed in enumerate(whole.needed):
-            assert here.moved[rank]["moved"] - before[rank] == needed // TOKENS * (TOKENS - 128)
+        for rank, needed in enumerate(arrival.needed):
+            assert here.moved[rank]["moved"] - before[rank] == needed < whole.needed[rank]
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3", "nemotron-h"])
+def test_a_reference_may_be_of_the_beginning_of_a_longer_prompt(model: str) -> None:
+    with engines(*sides(model, side(tp=2), side(block=64))) as (there, here):
+        params = there.prefill("r", PROMPT[:100])
+        arrival = load(there, here, "r", PROMPT[: TOKENS + 1], params)
+        assert arrival.differences() == []
+        assert here.moved[0]["moved"] == arrival.needed[0] > 0
+        here.step_until(lambda: "r" in here.outputs)
+        assert here.scheduled["r"] == TOKENS + 1 - 99
+
+
+@pytest.mark.parametrize("model", ["gemma3", "granite-h-1g", "deepseek"])
+def test_requests_that_are_loaded_at_the_same_time(model: str) -> None:
+    backend = "CPU_MLA" if model == "deepseek" else None
+    with engines(*sides(model, side(tp=2), side(tp=1, conv="DS"), blocks=64, backend=backend)) as (there, here):
+        there.soil(3)
+        here.soil(103)
+        prompts = {f"r{tokens}": PROMPT[tokens % 7 : tokens % 7 + tokens + 1] for tokens in (33, 64, 100, 157)}
+        references = {name: there.prefill(name, prompt) for name, prompt in prompts.items()}
+        for name, prompt in prompts.items():
+            here.scheduler.add_request(here.request(name, prompt, references[name], max_tokens=2))
+        arrival = loaded(there, here, {name: len(prompt) - 1 for name, prompt in prompts.items()})
+        assert arrival.differences() == []
+        assert here.moved[0]["moved"] == arrival.needed[0]
+        here.step_until(lambda: not here.scheduler.requests)
+        there.step_until(lambda: not there.scheduler.requests)
+        assert (here.held, there.held) == (0, 0)
+        assert set(there.reported["sent"].values()) == set(here.reported["received"].values()) == {1}
 
 
 def test_blocks_that_cannot_be_whole_are_not_found_by_their_hash() -> None:
