@@ -320,7 +320,9 @@ class Ferry:
             return
         moved, predicted = sum(t.bytes for t in seen), crossing.loading.bytes
         if moved != predicted:
-            crossing.error = f"{load.peer}: {moved} bytes were moved, the plan says {predicted}; report this with both manifests"
+            crossing.error = (
+                f"{load.peer}: {moved} bytes were moved, the plan says {predicted}; report this with both manifests"
+            )
             return
         tables = {group: table for group, table in load.dst.items() if isinstance(table, list)}
         self._end(
