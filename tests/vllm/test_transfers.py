@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from crossing import Outcome, cross, pair
+from byte_crossing import Outcome, cross, pair
 from engine import Setup, workers
 
 from kvferry.errors import ManifestError, MismatchError

@@ -1,0 +1,96 @@
+"""What tiny engines on few cores need of vLLM's CPU build beyond its flags. For tests only; none touches what is compared."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+NAP_SECONDS = 0.0001
+
+T = TypeVar("T")
+
+
+def apply() -> None:
+    """Once a process, before any engine; forked children inherit all of it."""
+    _fork_children()
+    _inspect_models_here()
+    _leave_cores_alone()
+    _make_intermediate_tensors_late()
+    _keep_nixl_off_the_cores()
+    _sleep_instead_of_spinning()
+
+
+def _fork_children() -> None:
+    """vLLM's CPU platform asks for spawned children, each of which would import everything anew."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def forking(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.environ.pop("LD_PRELOAD", None)
+
+    CpuPlatform.check_and_update_config = classmethod(forking)
+
+
+def _inspect_models_here() -> None:
+    """vLLM looks at a model's class in a process of its own, to keep this one free of CUDA."""
+    from vllm.model_executor.models import registry
+
+    def here(work: Callable[[], T]) -> T:
+        return work()
+
+    registry._run_in_subprocess = here
+
+
+def _leave_cores_alone() -> None:
+    """With a connector every worker would be pinned to the last core of the machine."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])
+
+
+def _make_intermediate_tensors_late() -> None:
+    """The second pipeline stage receives into tensors that only the warm-up makes, which eager CPU engines skip."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return original(self, *args, **kwargs)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = late
+
+
+def _keep_nixl_off_the_cores() -> None:
+    """vLLM's own connector starts a progress thread in every worker, which keeps a core busy even when nothing moves."""
+    from vllm.distributed import nixl_utils
+
+    original = nixl_utils._load_nixl_attr
+
+    def load(name: str) -> Any:
+        found = original(name)
+        if name != "nixl_agent_config" or found is None:
+            return found
+
+        def quiet(**settings: Any) -> Any:
+            return found(**{**settings, "enable_prog_thread": False, "num_threads": 0})
+
+        nixl_utils.nixl_agent_config = quiet
+        return quiet
+
+    nixl_utils._load_nixl_attr = load
+
+
+def _sleep_instead_of_spinning() -> None:
+    """Processes that wait on shared memory yield in a loop; with more of them than cores, some kernels run nothing else."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = lambda: time.sleep(NAP_SECONDS)

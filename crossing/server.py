@@ -1,0 +1,199 @@
+"""One OpenAI API server over one tiny engine, from start to stop."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from crossing.checkpoints import Checkpoint
+from crossing.connectors import Connector
+from crossing.zygote import Zygote
+
+READY_SECONDS = 180.0
+STOP_SECONDS = 5.0
+POLL_SECONDS = 0.1
+MAX_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What to start. `stages`: the layers of each pipeline stage; the checkpoint's first choice if empty."""
+
+    checkpoint: Checkpoint
+    connector: Connector | None = None
+    tp: int = 1
+    pp: int = 1
+    block: int = 32
+    stages: tuple[int, ...] = ()
+    prefix_caching: bool = False
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        carried = self.connector.name if self.connector else "plain"
+        return f"{self.checkpoint.name}-tp{self.tp}-pp{self.pp}-b{self.block}-{carried}"
+
+    def arguments(self, port: int) -> list[str]:
+        caching = "--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"
+        out = [
+            f"--model={self.checkpoint.folder}",
+            "--served-model-name=tiny",
+            "--host=127.0.0.1",
+            f"--port={port}",
+            f"--dtype={self.checkpoint.architecture.dtype}",
+            f"--tensor-parallel-size={self.tp}",
+            f"--pipeline-parallel-size={self.pp}",
+            f"--block-size={self.block}",
+            f"--max-model-len={MAX_TOKENS}",
+            f"--max-num-batched-tokens={MAX_TOKENS}",
+            "--max-num-seqs=32",
+            "--kv-cache-memory-bytes=128M",
+            "--skip-tokenizer-init",
+            "--enforce-eager",
+            "--no-disable-hybrid-kv-cache-manager",
+            "--disable-uvicorn-access-log",
+            caching,
+        ]
+        if self.connector:
+            out.append(f"--kv-transfer-config={self.connector.flag()}")
+        return [*out, *self.flags]
+
+    def variables(self, side_port: int) -> dict[str, str]:
+        out = dict(self.environment)
+        if self.tp * self.pp == 1:
+            out.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if self.connector and self.connector.side_port:
+            out.setdefault(self.connector.side_port, str(side_port))
+        if self.pp > 1:
+            stages = self.stages or self._first_choice()
+            out.setdefault("VLLM_PP_LAYER_PARTITION", ",".join(map(str, stages)))
+        return out
+
+    def _first_choice(self) -> tuple[int, ...]:
+        stages = self.checkpoint.architecture.stages
+        if not stages:
+            raise ValueError(f"vLLM cannot load {self.checkpoint.name} in pipeline stages; choose pp=1")
+        return stages[0]
+
+
+class ServerError(Exception):
+    """A server did not come up, or died; the message ends with its log's last lines."""
+
+
+class Server:
+    """Forked at once; `wait` returns when it serves."""
+
+    def __init__(self, engine: Engine, zygote: Zygote, name: str = "") -> None:
+        self.engine = engine
+        self.name = name or engine.name
+        self.port = free_port()
+        self.log = _unused(zygote.folder, self.name)
+        self._group = zygote.fork(engine.arguments(self.port), engine.variables(free_port()), self.log)
+        self._alive = os.pidfd_open(self._group)
+
+    def wait(self, seconds: float = READY_SECONDS) -> Server:
+        deadline = time.monotonic() + seconds
+        while not self._healthy():
+            if self.died(POLL_SECONDS):
+                raise ServerError(f"{self.name} ended before it was ready.\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self.name} was not ready after {seconds:.0f} s.\n{self.tail()}")
+        return self
+
+    def died(self, seconds: float = 0.0) -> bool:
+        return bool(select.select([self._alive], [], [], seconds)[0])
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def tail(self, lines: int = 40) -> str:
+        """The error if the log has one, else its last lines."""
+        text = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([f"the end of {self.log}:", *text[-lines:]])
+
+    def stop(self) -> None:
+        """First the server itself, which ends its children; then whatever is left of the process group."""
+        if self._alive < 0:
+            return
+        left_behind = _shared_memory(self._group)
+        if not self.died():
+            os.kill(self._group, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._signal(0) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 4)
+        self._signal(signal.SIGKILL)
+        for path in left_behind:
+            path.unlink(missing_ok=True)
+        os.close(self._alive)
+        self._alive = -1
+
+    def _signal(self, number: int) -> bool:
+        try:
+            os.killpg(self._group, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def __enter__(self) -> Server:
+        return self.wait()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+@contextmanager
+def servers(zygote: Zygote, engines: Mapping[str, Engine] | Sequence[Engine]) -> Iterator[dict[str, Server]]:
+    """All of them, started side by side, by name."""
+    named = dict(engines) if isinstance(engines, Mapping) else {engine.name: engine for engine in engines}
+    started: dict[str, Server] = {}
+    try:
+        for name, engine in named.items():
+            started[name] = Server(engine, zygote, f"{engine.name}-{name}" if name != engine.name else name)
+        for server in started.values():
+            server.wait()
+        yield started
+    finally:
+        for server in started.values():
+            server.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _unused(folder: Path, name: str) -> Path:
+    taken = len(tuple(folder.glob(f"{name}*.log")))
+    return folder / f"{name}.{taken}.log"
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """The files of shared memory that a process group maps: vLLM's forked workers do not remove theirs."""
+    found: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(process.name)) != group:
+                continue
+            lines = (process / "maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line and not line.endswith("(deleted)")}
+    return found
