@@ -187,19 +187,25 @@ class Ferry:
             crossing.reads.append(self._transport.read(prepared, loading.tiles))
 
     def _connect(self, peer: _Peer) -> None:
-        if peer.names or not peer.binder.plan.sources:
+        """All sources or none: a peer that is connected in part would be read in part."""
+        if peer.names:
             return
         plan = peer.binder.plan
         cards = {card.caches.identity: card for card in peer.meeting.cards}
+        names: list[str] = []
         data, words = [], []
-        for index, source in enumerate(plan.sources):
-            card = cards[source.identity]
-            name = self._transport.connect(card.transport)
-            peer.names.append(name)
-            word_plan = self._words.plan(card.words)
-            data.append(self._transport.prepare(plan, index, name))
-            words.append((Binder(word_plan), self._transport.prepare(word_plan, 0, name)))
-        peer.data, peer.words = data, words
+        try:
+            for index, source in enumerate(plan.sources):
+                card = cards[source.identity]
+                names.append(self._transport.connect(card.transport))
+                word_plan = self._words.plan(card.words)
+                data.append(self._transport.prepare(plan, index, names[-1]))
+                words.append((Binder(word_plan), self._transport.prepare(word_plan, 0, names[-1])))
+        except BaseException:
+            for name in names:
+                self._transport.forget(name)
+            raise
+        peer.names, peer.data, peer.words = names, data, words
 
     def _advance(self, crossing: _Crossing) -> None:
         if crossing.error:
