@@ -210,13 +210,19 @@ class Courier(Generic[T]):
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self._commands.get(timeout=_TICK_MS / 1000)()
-                while True:
-                    self._commands.get_nowait()()
-            except queue.Empty:
-                pass
-            self._consumer.renew(time.monotonic())
-            self._send()
+                self._turn()
+            except Exception:
+                logger.exception("the courier stumbled; it goes on")
+        self._send()
+
+    def _turn(self) -> None:
+        try:
+            self._commands.get(timeout=_TICK_MS / 1000)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            pass
+        self._consumer.renew(time.monotonic())
         self._send()
 
     def _send(self) -> None:
