@@ -32,7 +32,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     key_file: str = ""
     peers: tuple[str, ...] = ()
     lease_s: Seconds = 60.0
-    greeting_s: Seconds = 5.0
+    greeting_s: Seconds = 15.0
     read_s: Seconds = 30.0
     progress_thread: bool | None = None
     window: Annotated[int, Meta(ge=1)] = 4096

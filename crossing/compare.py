@@ -1,0 +1,58 @@
+"""Whether D answered what an engine that computed everything itself answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crossing.legs import Answer, Crossed
+
+FIRST = 4
+TIE = 1e-3
+WITHIN = {"float32": 1e-5, "bfloat16": 0.05}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One request: where the tokens part (-1: nowhere) and how far the first log-probabilities are apart at most."""
+
+    tokens: int
+    parted_at: int
+    apart: float
+    why: str = ""
+
+    @property
+    def right(self) -> bool:
+        return not self.why
+
+
+def difference(tokens: int, got: Answer, wanted: Answer, dtype: str) -> Difference:
+    """`why` is empty where they agree. Tokens that part at a tie between the two best candidates agree up to there."""
+    if not wanted.good:
+        raise ValueError(f"the reference for {tokens} tokens failed with HTTP {wanted.status}: {wanted.error}")
+    if not got.good:
+        return Difference(tokens, 0, float("inf"), f"HTTP {got.status}: {got.error}")
+    parted = _parted_at(got, wanted)
+    tied = dtype != "float32" and parted >= 0 and _tie(wanted, parted)
+    common = FIRST if parted < 0 else min(FIRST, parted if tied else parted + 1)
+    apart = max((abs(a - b) for a, b in zip(got.logprobs[:common], wanted.logprobs[:common], strict=False)), default=0.0)
+    if parted >= 0 and not tied:
+        return Difference(tokens, parted, apart, f"{tokens} tokens: other text from token {parted} on")
+    if apart > WITHIN[dtype]:
+        return Difference(tokens, parted, apart, f"{tokens} tokens: log-probabilities off by {apart:.2g}")
+    return Difference(tokens, parted, apart)
+
+
+def differences(crossed: Sequence[Crossed], wanted: Sequence[Answer], dtype: str) -> list[Difference]:
+    return [difference(len(it.prompt), it.decode, ref, dtype) for it, ref in zip(crossed, wanted, strict=True)]
+
+
+def _parted_at(got: Answer, wanted: Answer) -> int:
+    if len(got.tokens) != len(wanted.tokens):
+        return min(len(got.tokens), len(wanted.tokens))
+    return next((i for i, (a, b) in enumerate(zip(got.tokens, wanted.tokens, strict=True)) if a != b), -1)
+
+
+def _tie(wanted: Answer, place: int) -> bool:
+    best = wanted.candidates[place]
+    return len(best) > 1 and best[0][1] - best[1][1] < TIE
