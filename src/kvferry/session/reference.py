@@ -18,6 +18,7 @@ from kvferry.errors import BadReferenceError
 from kvferry.manifest.schema import Count, Index, Name
 
 REFERENCE_VERSION: Final = 1
+SEAL: Final = "seal"
 
 Generation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 BlockId = Annotated[int, Meta(ge=-1, le=(1 << 40))]
@@ -58,10 +59,17 @@ def digest(tokens: Sequence[int], *, adapter: str = "", media: Sequence[tuple[st
 
 
 def to_params(reference: Reference) -> dict[str, Any]:
-    """As JSON-like values; the generation as text, since not every router keeps 63 bits of a number."""
+    """As JSON-like values under a seal; the generation as text, since not every router keeps 63 bits of a number."""
     out: dict[str, Any] = msgspec.to_builtins(reference)
     out["lease"]["generation"] = str(reference.lease.generation)
+    out[SEAL] = _seal(out)
     return out
+
+
+def _seal(params: Mapping[str, Any]) -> str:
+    """Of every field, whatever their order. It keeps no secret: it finds damage, such as another block in the range of ids."""
+    kept = {name: value for name, value in params.items() if name != SEAL}
+    return hashlib.sha256(msgspec.json.encode(kept, order="sorted")).hexdigest()[:32]
 
 
 def from_params(params: object) -> Reference:
@@ -71,12 +79,16 @@ def from_params(params: object) -> Reference:
     version = params.get("version")
     if version != REFERENCE_VERSION:
         raise BadReferenceError(f"a reference of version {version!r}; this side reads version {REFERENCE_VERSION}")
-    lease = params.get("lease")
+    sent, lease = params, params.get("lease")
     if isinstance(lease, Mapping) and isinstance(lease.get("generation"), str) and lease["generation"].isdecimal():
         if len(lease["generation"]) > 19:
             raise BadReferenceError("the reference's generation is longer than 63 bits")
         params = {**params, "lease": {**lease, "generation": int(lease["generation"])}}
     try:
-        return msgspec.convert(params, Reference)
-    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        reference = msgspec.convert(params, Reference)
+        whole = sent.get(SEAL) == _seal(sent)
+    except (msgspec.ValidationError, msgspec.EncodeError, TypeError, RecursionError, OverflowError) as error:
         raise BadReferenceError(f"the reference is damaged: {error}") from None
+    if not whole:
+        raise BadReferenceError("the reference is not as it was given out; routers must relay kv_transfer_params as they are")
+    return reference
