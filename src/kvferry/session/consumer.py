@@ -94,6 +94,11 @@ class Consumer(Generic[T]):
             return None
         return known.found if known.found is not None else known.reason
 
+    def stale(self, peer: PeerKey, now: float) -> bool:
+        """Whether the reason against a producer is old enough to ask it again."""
+        known = self._peers.get(peer)
+        return known is not None and known.found is None and not known.asking and now >= known.retry_at
+
     def hold(self, request: str, reference: Reference, now: float) -> None:
         """Keep the lease alive until `release`."""
         self._leases.setdefault(key_of(reference), _Leases(now)).held[request] = reference.lease

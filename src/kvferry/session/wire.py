@@ -178,7 +178,11 @@ class Courier(Generic[T]):
 
     def peer(self, reference: Reference) -> T | str | None:
         """What is known of the producer of a reference; the reason if it cannot be read; None while it is being asked."""
-        return self._consumer.peer(key_of(reference))
+        key = key_of(reference)
+        if self._consumer.stale(key, time.monotonic()):
+            self._commands.put(lambda: self._consumer.greet(key, time.monotonic()))
+            return None
+        return self._consumer.peer(key)
 
     def introduce(self, address: str) -> T:
         """Meet a producer now, before any request names it; raises where that fails."""
@@ -209,21 +213,24 @@ class Courier(Generic[T]):
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            try:
-                self._turn()
-            except Exception:
-                logger.exception("the courier stumbled; it goes on")
+            self._turn()
         self._send()
 
     def _turn(self) -> None:
+        try:
+            self._obey()
+            self._consumer.renew(time.monotonic())
+            self._send()
+        except Exception:
+            logger.exception("the courier stumbled; it goes on")
+
+    def _obey(self) -> None:
         try:
             self._commands.get(timeout=_TICK_MS / 1000)()
             while True:
                 self._commands.get_nowait()()
         except queue.Empty:
-            pass
-        self._consumer.renew(time.monotonic())
-        self._send()
+            return
 
     def _send(self) -> None:
         greetings, words = self._consumer.take()
