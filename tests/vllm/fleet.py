@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class Fleet:
     def __init__(self, zygote: Zygote, checkpoints: Path) -> None:
         self._zygote, self._checkpoints = zygote, checkpoints
         self._up: dict[Engine, Server] = {}
+        self._stopping: list[threading.Thread] = []
 
     def engine(
         self,
@@ -75,18 +77,25 @@ class Fleet:
         return [self._up[engine] for engine in engines]
 
     def down(self, engine: Engine) -> None:
-        server = self._up.pop(engine)
+        self.dismiss(self._up.pop(engine))
+
+    def dismiss(self, server: Server) -> None:
+        """Dead at once; what it leaves behind is cleared away meanwhile."""
         if not server.died():
             kill(server)
-        server.stop()
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        self._stopping.append(stopping)
 
     def attempt(self, engine: Engine) -> Server:
-        """Started, not waited for, and nobody else's: the caller stops it."""
+        """Started, not waited for, and nobody else's: the caller dismisses it."""
         return Server(engine, self._zygote)
 
     def close(self) -> None:
         for engine in tuple(self._up):
             self.down(engine)
+        for stopping in self._stopping:
+            stopping.join()
 
 
 class Frozen(dict[str, Any]):

@@ -19,12 +19,16 @@ from crossing.legs import Answer, Leg, Prompt, prompt
 from crossing.server import Engine, Server, ServerError
 from crossing.zygote import Zygote
 from fleet import Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
+from kvferry.session.reference import seal
 
 pytestmark = pytest.mark.vllm
 
-POOL = ("--num-gpu-blocks-override=160",)
-QUICK = {"greeting_s": 2.0, "read_s": 4.0}
-TCP = (("UCX_TLS", "tcp,self"),)
+SMALL_STEPS = "--max-num-batched-tokens=128"
+POOL = ("--num-gpu-blocks-override=160", SMALL_STEPS)
+SHORT = ("--num-gpu-blocks-override=40", SMALL_STEPS, "--no-scheduler-reserve-full-isl")
+QUICK = {"lease_s": 15.0, "greeting_s": 2.0, "read_s": 4.0}
+TCP = ("UCX_TLS", "tcp,self")
+LONG = 1000
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +48,18 @@ def truth() -> Truth:
 
 
 def llama(fleet: Fleet, which: str = "", **choices: Any) -> Engine:
+    return ours(fleet, "llama", which, **choices)
+
+
+def hybrid(fleet: Fleet, which: str = "", **choices: Any) -> Engine:
+    return ours(fleet, "nemotron-h", which, **choices)
+
+
+def ours(fleet: Fleet, model: str, which: str, **choices: Any) -> Engine:
     """`which` tells engines of one kind apart."""
-    choices.setdefault("settings", QUICK)
-    return fleet.engine("llama", environment=(("KVFERRY_TEST", which),), flags=POOL, **choices)
+    environment = (("KVFERRY_TEST_ENGINE", which), *choices.pop("environment", ()))
+    choices = {"flags": POOL, "settings": QUICK, **choices}
+    return fleet.engine(model, environment=environment, **choices)
 
 
 @pytest.fixture
@@ -55,8 +68,9 @@ def pair(fleet: Fleet) -> list[Server]:
     return fleet.up(llama(fleet, "P"), llama(fleet, "D"))
 
 
-def hybrid(fleet: Fleet, which: str) -> Engine:
-    return fleet.engine("nemotron-h", environment=(("KVFERRY_TEST", which),), flags=POOL, settings=QUICK)
+def hasty(fleet: Fleet) -> Engine:
+    """A producer that soon gives up on consumers that do not come."""
+    return llama(fleet, "hasty", settings={**QUICK, "lease_s": 3.0})
 
 
 PAIRS = {"llama": llama, "nemotron-h": hybrid}
@@ -122,8 +136,7 @@ def test_a_reference_replayed_after_its_blocks_were_reused_is_recomputed(either_
 
 
 def test_a_reference_whose_lease_expired_is_recomputed(fleet: Fleet, truth: Truth) -> None:
-    hasty = llama(fleet, "hasty", settings={**QUICK, "lease_s": 1.0})
-    producer, consumer = fleet.up(hasty, llama(fleet, "D"))
+    producer, consumer = fleet.up(hasty(fleet), llama(fleet, "D"))
     tokens = prompt(300, 2)
     wanted, before = truth.of(producer, tokens), meter(consumer)
     params = reference(producer, tokens)
@@ -162,4 +175,251 @@ def test_a_reference_of_another_request_is_refused_and_stays_good_for_its_own(ei
     before = meter(consumer)
     assert_right(legs.decode(consumer, other, params), wanted_other)
     assert_loads(consumer, before, loaded=1)
+    all_given_back(producer)
+
+
+def _without(field: str) -> Callable[[dict[str, Any]], None]:
+    return lambda found: found.pop(field)
+
+
+def _with(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda found: found.update(fields)
+
+
+def _lease(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda found: found["lease"].update(fields)
+
+
+def _damages(nobody: str, silent: str) -> dict[str, Callable[[dict[str, Any]], None]]:
+    """What a router, a proxy or a stranger may make of a reference; sealed anew unless the name says otherwise."""
+    fields = ("address", "engine", "incarnation", "request", "lease", "tokens", "blocks", "digest", "version")
+    hosts = (
+        "",
+        "nowhere",
+        "127.0.0.1",
+        "127.0.0.1:",
+        "127.0.0.1:99999",
+        "127.0.0.1:0",
+        "a..b:1",
+        "[::1]:1",
+        "\0:1",
+        "%s:1" % ("h" * 300),
+    )
+    return {
+        "another block, seal unchanged": lambda found: found["blocks"].update({"0": [159] * len(found["blocks"]["0"])}),
+        **{f"no {field}": _without(field) for field in fields},
+        **{f"address {host[:20]!r}": _with(address=host) for host in hosts},
+        "address of nobody": _with(address=nobody),
+        "address of a port that never answers": _with(address=silent),
+        "address as a number": _with(address=5),
+        "another incarnation": _with(incarnation="0" * 16),
+        "another engine": _with(engine="somebody"),
+        "another version": _with(version=2),
+        "version as text": _with(version="1"),
+        "tokens as text": _with(tokens="many"),
+        "negative tokens": _with(tokens=-1),
+        "tokens past any prompt": _with(tokens=1 << 62),
+        "fewer tokens": _with(tokens=3),
+        "lease as text": _with(lease="mine"),
+        "slot out of range": _lease(slot=1 << 20),
+        "slot far out of range": _lease(slot=1 << 62),
+        "negative slot": _lease(slot=-1),
+        "another slot": _lease(slot=150),
+        "generation too large": _lease(generation=str((1 << 63) + 5)),
+        "generation without end": _lease(generation="9" * 3000),
+        "generation as a word": _lease(generation="new"),
+        "another generation": _lease(generation="12345"),
+        "blocks as a list": _with(blocks=[1, 2]),
+        "blocks as text": _with(blocks={"0": "all"}),
+        "blocks nested": _with(blocks={"0": [[[[[1]]]]]}),
+        "blocks out of range": _with(blocks={"0": [160, 161, 162]}),
+        "blocks far out of range": _with(blocks={"0": [1 << 39] * 3}),
+        "blocks past any number": _with(blocks={"0": [1 << 63] * 3}),
+        "negative blocks": _with(blocks={"0": [-5, 1, 2]}),
+        "holes for blocks": _with(blocks={"0": [-1, -1, -1]}),
+        "too few blocks": _with(blocks={"0": [1]}),
+        "too many blocks, seal unchanged": _with(blocks={"0": list(range(1, 100))}),
+        "a state for blocks": _with(blocks={"0": 3}),
+        "no groups": _with(blocks={}),
+        "another group": _with(blocks={"5": [1, 2, 3]}),
+        "another digest": _with(digest="0" * 32),
+    }
+
+
+def _damaged(params: Mapping[str, Any], name: str, damage: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    out = copy.deepcopy(dict(params))
+    found = out["kvferry"]
+    damage(found)
+    if "seal unchanged" not in name:
+        found["seal"] = seal(found)
+    return out
+
+
+def test_damaged_references_are_recomputed_and_nothing_hangs(pair: list[Server], truth: Truth) -> None:
+    producer, consumer = pair
+    with socket.create_server(("127.0.0.1", 0)) as never_answers, socket.create_server(("127.0.0.1", 0)) as closed:
+        addresses = [f"127.0.0.1:{end.getsockname()[1]}" for end in (closed, never_answers)]
+        closed.close()
+        damages = _damages(*addresses)
+        prompts = {name: prompt(70, 100 + index) for index, name in enumerate(damages)}
+        wanted = dict(zip(damages, legs.ask_all(producer, list(prompts.values())), strict=True))
+        before = meter(consumer)
+
+        def send(name: str) -> tuple[dict[str, Any], Answer]:
+            params = reference(producer, prompts[name])
+            return params, legs.decode(consumer, prompts[name], _damaged(params, name, damages[name]))
+
+        sent = dict(zip(damages, legs.at_once(send, list(damages), 12), strict=True))
+        for name, (_, answer) in sent.items():
+            assert difference(70, answer, wanted[name], "float32").why == "", name
+        seen = since(consumer, before, lambda m: m.refused + m.failed >= len(damages))
+        assert (seen.loaded, seen.moved, seen.nothing) == (0, 0, 0), str(seen)
+    for not_one in (None, [], "reference", 7, {}, {"version": 1}):
+        params = {**reference(producer, prompts["no digest"]), "kvferry": not_one}
+        assert_right(legs.decode(consumer, prompts["no digest"], params), wanted["no digest"])
+    for name, (params, _) in sent.items():
+        assert_right(legs.decode(consumer, prompts[name], params), wanted[name])
+    assert_crosses(producer, consumer, truth)
+    all_given_back(consumer)
+    all_given_back(producer)
+
+
+def test_references_of_another_kind_or_none_are_recomputed(pair: list[Server], truth: Truth) -> None:
+    """As from a router that drops what it does not know, and from a producer with vLLM's own connector."""
+    producer, consumer = pair
+    tokens = prompt(150, 7)
+    wanted, before = truth.of(producer, tokens), meter(consumer)
+    stock = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2, 3, 4, 5]],
+        "remote_engine_id": "somebody",
+        "remote_request_id": "cmpl-1",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+    }
+    assert_right(legs.decode(consumer, tokens, stock), wanted)
+    assert_right(legs.decode(consumer, tokens, {"do_remote_prefill": True}), wanted)
+    assert_loads(consumer, before, refused=2)
+    for nothing in ({}, {"do_remote_prefill": False}, {"kvferry": reference(producer, prompt(60, 8))["kvferry"]}):
+        assert_right(legs.decode(consumer, tokens, nothing), wanted)
+    all_given_back(consumer)
+
+
+def test_prefills_aborted_at_any_moment_leave_nothing_behind(fleet: Fleet, truth: Truth) -> None:
+    producer, consumer = fleet.up(hasty(fleet), llama(fleet, "D"))
+    prompts = [prompt(LONG, 10 + seed) for seed in range(4)]
+    wanted, before = [truth.of(producer, tokens) for tokens in prompts], meter(consumer)
+    started = time.monotonic()
+    legs.at_once(lambda tokens: legs.prefill(producer, tokens), prompts)
+    whole = time.monotonic() - started
+    moments = 16
+    for moment in range(moments):
+        flying = [Leg(producer, tokens, params=legs.TO_PREFILL, max_new=1) for tokens in prompts]
+        time.sleep(1.2 * whole * moment / moments)
+        kept = flying.pop(moment % len(flying))
+        for leg in flying:
+            leg.abort()
+        if moment % 4 == 0:
+            there = kept.answer()
+            assert there.good, there
+            index = moment % len(prompts)
+            assert_right(legs.decode(consumer, prompts[index], there.params), wanted[index])
+        else:
+            kept.abort()
+    after = all_given_back(producer)
+    assert after.aborted, "no leg was aborted while it was prefilled"
+    assert since(consumer, before, lambda m: m.loaded + m.failed >= moments // 4).loaded
+    assert_crosses(producer, consumer, truth)
+    all_given_back(consumer)
+
+
+def test_decodes_aborted_at_any_moment_leave_nothing_behind(either_pair: list[Server], truth: Truth) -> None:
+    producer, consumer = either_pair
+    tokens = prompt(600, 20)
+    wanted, before = truth.of(producer, tokens), meter(producer)
+    started = time.monotonic()
+    assert_right(legs.decode(consumer, tokens, reference(producer, tokens)), wanted)
+    whole = time.monotonic() - started
+    moments = 20
+    for moment in range(moments):
+        several = [reference(producer, tokens) for _ in range(2)]
+        flying = [Leg(consumer, tokens, params=params, max_new=64, stream=True) for params in several]
+        if moment % 5 == 4:
+            assert flying[0].first()
+        else:
+            time.sleep(whole * moment / moments / 2)
+        for leg in flying:
+            leg.abort()
+    all_given_back(consumer)
+    after = all_given_back(producer) - before
+    assert after.published == 2 * moments + 1
+    assert after.released > moments, str(after)
+    assert_crosses(producer, consumer, truth)
+
+
+def test_a_decode_aborted_before_its_producer_answers_is_forgotten(pair: list[Server], truth: Truth) -> None:
+    producer, consumer = pair
+    tokens = prompt(300, 30)
+    params = reference(producer, tokens)
+    with socket.create_server(("127.0.0.1", 0)) as never_answers:
+        far = _damaged(params, "", _with(address=f"127.0.0.1:{never_answers.getsockname()[1]}"))
+        leg = Leg(consumer, tokens, params=far, stream=True)
+        until("the request waits", lambda: meter(consumer), lambda m: m.waiting == 1)
+        leg.abort()
+        all_given_back(consumer)
+    assert_right(legs.decode(consumer, tokens, params), truth.of(producer, tokens))
+    all_given_back(producer)
+
+
+@pytest.fixture
+def far_pair(fleet: Fleet) -> list[Server]:
+    """The producer is reached over TCP, where reads need it to run: stopping it stops them."""
+    return fleet.up(far(fleet), llama(fleet, "D"))
+
+
+def far(fleet: Fleet) -> Engine:
+    return llama(fleet, "far", environment=(TCP,), settings={**QUICK, "lease_s": 6.0})
+
+
+def loading(consumer: Server, tokens: Prompt, params: Mapping[str, Any]) -> Leg:
+    """A leg that has blocks of its own and waits for bytes."""
+    leg = Leg(consumer, tokens, params=params, stream=True)
+    until("the request loads", lambda: meter(consumer), lambda m: m.usage > 0 and m.running == 0)
+    return leg
+
+
+def test_a_decode_aborted_while_it_loads_keeps_its_blocks_until_nothing_can_land(far_pair: list[Server], truth: Truth) -> None:
+    producer, consumer = far_pair
+    tokens, other = prompt(600, 40), prompt(90, 41)
+    assert_crosses(producer, consumer, truth)
+    wanted, before = truth.of(consumer, other), meter(consumer)
+    params = reference(producer, tokens)
+    with stopped(producer):
+        leg = loading(consumer, tokens, params)
+        leg.abort()
+        assert_right(legs.ask(consumer, other), wanted)
+        assert meter(consumer).usage > 0
+    all_given_back(consumer)
+    assert (meter(consumer) - before).refused == 0
+    all_given_back(producer)
+    assert_crosses(producer, consumer, truth)
+
+
+def test_a_producer_that_stands_still_delays_only_what_is_read_from_it(far_pair: list[Server], truth: Truth) -> None:
+    producer, consumer = far_pair
+    tokens, other = prompt(600, 42), prompt(90, 43)
+    assert_crosses(producer, consumer, truth)
+    wanted, wanted_other = truth.of(producer, tokens), truth.of(consumer, other)
+    params, before = reference(producer, tokens), meter(consumer)
+    with ThreadPoolExecutor(1) as pool:
+        with stopped(producer):
+            waiting = pool.submit(legs.decode, consumer, tokens, params)
+            until("the request loads", lambda: meter(consumer), lambda m: m.usage > 0 and m.running == 0)
+            assert_right(legs.ask(consumer, other), wanted_other)
+            until("the read fails", lambda: meter(consumer), lambda m: "nothing arrived" in consumer.log.read_text())
+        assert_right(waiting.result(), wanted)
+    assert_loads(consumer, before, failed=1)
+    assert_crosses(producer, consumer, truth)
     all_given_back(producer)

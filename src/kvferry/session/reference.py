@@ -62,11 +62,11 @@ def to_params(reference: Reference) -> dict[str, Any]:
     """As JSON-like values under a seal; the generation as text, since not every router keeps 63 bits of a number."""
     out: dict[str, Any] = msgspec.to_builtins(reference)
     out["lease"]["generation"] = str(reference.lease.generation)
-    out[SEAL] = _seal(out)
+    out[SEAL] = seal(out)
     return out
 
 
-def _seal(params: Mapping[str, Any]) -> str:
+def seal(params: Mapping[str, Any]) -> str:
     """Of every field, whatever their order. It keeps no secret: it finds damage, such as another block in the range of ids."""
     kept = {name: value for name, value in params.items() if name != SEAL}
     return hashlib.sha256(msgspec.json.encode(kept, order="sorted")).hexdigest()[:32]
@@ -86,7 +86,7 @@ def from_params(params: object) -> Reference:
         params = {**params, "lease": {**lease, "generation": int(lease["generation"])}}
     try:
         reference = msgspec.convert(params, Reference)
-        whole = sent.get(SEAL) == _seal(sent)
+        whole = sent.get(SEAL) == seal(sent)
     except (msgspec.ValidationError, msgspec.EncodeError, TypeError, RecursionError, OverflowError) as error:
         raise BadReferenceError(f"the reference is damaged: {error}") from None
     if not whole:
