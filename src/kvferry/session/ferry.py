@@ -216,6 +216,14 @@ class Ferry:
             failed = next(r for r, state in zip(crossing.reads, states, strict=True) if state is State.FAILED)
             crossing.error = failed.error
             self._lose(crossing.peer)
+            self._let_go(crossing)
+            if crossing in self._crossings:
+                logger.error(
+                    "request %s: %s. It waits until nothing can land in its blocks any more: until %s goes on or dies",
+                    crossing.load.request,
+                    crossing.error,
+                    crossing.load.peer,
+                )
             return
         if State.RUNNING in states:
             return
