@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 SMALL_STEPS = "--max-num-batched-tokens=128"
 POOL = ("--num-gpu-blocks-override=160", SMALL_STEPS)
 SHORT = ("--num-gpu-blocks-override=40", SMALL_STEPS, "--no-scheduler-reserve-full-isl")
-QUICK = {"lease_s": 15.0, "greeting_s": 2.0, "read_s": 4.0}
+QUICK = {"lease_s": 8.0, "greeting_s": 2.0, "read_s": 4.0}
 TCP = ("UCX_TLS", "tcp,self")
 LONG = 1000
 
@@ -275,7 +275,7 @@ def test_damaged_references_are_recomputed_and_nothing_hangs(pair: list[Server],
         seen = since(consumer, before, lambda m: m.refused + m.failed >= len(damages))
         assert (seen.loaded, seen.moved, seen.nothing) == (0, 0, 0), str(seen)
     for not_one in (None, [], "reference", 7, {}, {"version": 1}):
-        params = {**reference(producer, prompts["no digest"]), "kvferry": not_one}
+        params = {**sent["no digest"][0], "kvferry": not_one}
         assert_right(legs.decode(consumer, prompts["no digest"], params), wanted["no digest"])
     for name, (params, _) in sent.items():
         assert_right(legs.decode(consumer, prompts[name], params), wanted[name])
@@ -418,8 +418,69 @@ def test_a_producer_that_stands_still_delays_only_what_is_read_from_it(far_pair:
             waiting = pool.submit(legs.decode, consumer, tokens, params)
             until("the request loads", lambda: meter(consumer), lambda m: m.usage > 0 and m.running == 0)
             assert_right(legs.ask(consumer, other), wanted_other)
-            until("the read fails", lambda: meter(consumer), lambda m: "nothing arrived" in consumer.log.read_text())
+            until("it gives up", lambda: meter(consumer), lambda m: "waits until nothing can land" in consumer.log.read_text())
         assert_right(waiting.result(), wanted)
     assert_loads(consumer, before, failed=1)
     assert_crosses(producer, consumer, truth)
     all_given_back(producer)
+
+
+@pytest.mark.parametrize("carrier", ["shared memory", "tcp"])
+def test_a_producer_that_dies_costs_a_recomputation_and_its_successor_is_met(fleet: Fleet, truth: Truth, carrier: str) -> None:
+    environment = (TCP,) if carrier == "tcp" else ()
+    mortal = llama(fleet, "mortal", environment=environment)
+    producer, consumer, unmet = fleet.up(mortal, llama(fleet, "D"), llama(fleet, "P"))
+    tokens = prompt(600, 50)
+    wanted = truth.of(producer, tokens)
+    assert_crosses(producer, consumer, truth)
+    lost, lost_too = reference(producer, tokens), reference(producer, tokens)
+    before, before_unmet = meter(consumer), meter(unmet)
+    if carrier == "tcp":
+        with ThreadPoolExecutor(1) as pool, stopped(producer):
+            waiting = pool.submit(legs.decode, consumer, tokens, lost)
+            until("the request loads", lambda: meter(consumer), lambda m: m.usage > 0 and m.running == 0)
+            kill(producer)
+            assert_right(waiting.result(), wanted)
+    else:
+        kill(producer)
+        assert_right(legs.decode(consumer, tokens, lost), wanted)
+    assert_right(legs.decode(consumer, tokens, lost_too), wanted)
+    assert_right(legs.decode(unmet, tokens, lost_too), wanted)
+    assert_loads(consumer, before, failed=2)
+    assert_loads(unmet, before_unmet, refused=1)
+    successor = fleet.up(mortal)[0]
+    assert_crosses(successor, consumer, truth)
+    before = meter(consumer)
+    assert_right(legs.decode(consumer, tokens, lost), wanted)
+    assert_loads(consumer, before, failed=1)
+    all_given_back(consumer)
+    all_given_back(successor)
+
+
+def test_a_consumer_that_dies_while_it_loads_costs_a_lease(fleet: Fleet, truth: Truth) -> None:
+    producer, consumer, mortal = fleet.up(far(fleet), llama(fleet, "D"), llama(fleet, "mortal"))
+    tokens = prompt(600, 51)
+    assert_crosses(producer, mortal, truth)
+    params, before = reference(producer, tokens), meter(producer)
+    with stopped(producer):
+        loading(mortal, tokens, params)
+        kill(mortal)
+    assert_crosses(producer, consumer, truth)
+    assert (all_given_back(producer) - before).expired == 1
+
+
+@pytest.mark.parametrize("model", ["llama", "nemotron-h"])
+def test_requests_that_compete_for_blocks_are_preempted_and_exact(fleet: Fleet, truth: Truth, model: str) -> None:
+    """Prefills outgrow P's blocks and decodes D's; both engines are asked the truth before, one request at a time."""
+    producer, consumer = fleet.up(ours(fleet, model, "P", flags=SHORT), ours(fleet, model, "D", flags=SHORT))
+    long, growing = [prompt(700, 60 + seed) for seed in range(5)], [prompt(100, 70 + seed) for seed in range(6)]
+    wanted = [truth.of(producer, tokens) for tokens in long] + [truth.of(producer, tokens, 300) for tokens in growing]
+    before = [meter(server) for server in (producer, consumer)]
+    crossed = legs.cross_all(producer, consumer, long) + legs.cross_all(producer, consumer, growing, max_new=300)
+    for got, right in zip(crossed, wanted, strict=True):
+        assert_right(got.decode, right)
+    assert since(producer, before[0], lambda m: m.preemptions > 0).preemptions
+    seen = since(consumer, before[1], lambda m: m.preemptions > 0 and m.loaded + m.failed >= len(crossed))
+    assert seen.loaded, str(seen)
+    all_given_back(producer)
+    all_given_back(consumer)
