@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import select
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,12 @@ from crossing.connectors import Connector
 from crossing.zygote import Zygote
 
 READY_SECONDS = 180.0
-STOP_SECONDS = 5.0
+STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
 MAX_TOKENS = 1024
+
+ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
+REPORTS = ("ulimit", "Worker failed with error", "Engine core initialization failed", "Tokenizer not available")
 
 
 @dataclass(frozen=True)
@@ -123,26 +127,35 @@ class Server:
         finally:
             connection.close()
 
+    def reason(self) -> str:
+        """The first error in its log that is not the report of another one."""
+        for line in self.log.read_text(errors="replace").splitlines():
+            found = ERROR.search(line)
+            if found and not any(words in line for words in REPORTS):
+                return found.group()
+        return ""
+
     def tail(self, lines: int = 40) -> str:
-        """The error if the log has one, else its last lines."""
         text = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([f"the end of {self.log}:", *text[-lines:]])
+        return "\n".join([self.reason() or "no error in its log", f"the end of {self.log}:", *text[-lines:]])
 
     def stop(self) -> None:
-        """First the server itself, which ends its children; then whatever is left of the process group."""
+        """At once, with every process of its group and what these would leave behind."""
         if self._alive < 0:
             return
         left_behind = _shared_memory(self._group)
-        if not self.died():
-            os.kill(self._group, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        while self._signal(0) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS / 4)
         self._signal(signal.SIGKILL)
+        while self._signal(0):
+            time.sleep(POLL_SECONDS / 10)
         for path in left_behind:
             path.unlink(missing_ok=True)
         os.close(self._alive)
         self._alive = -1
+
+    def terminate(self) -> bool:
+        """As an operator would; whether it ended of its own accord."""
+        self._signal(signal.SIGTERM)
+        return self.died(STOP_SECONDS)
 
     def _signal(self, number: int) -> bool:
         try:
@@ -159,15 +172,18 @@ class Server:
 
 
 @contextmanager
-def servers(zygote: Zygote, engines: Mapping[str, Engine] | Sequence[Engine]) -> Iterator[dict[str, Server]]:
-    """All of them, started side by side, by name."""
-    named = dict(engines) if isinstance(engines, Mapping) else {engine.name: engine for engine in engines}
+def servers(zygote: Zygote, engines: Mapping[str, Engine], *, or_refused: bool = False) -> Iterator[dict[str, Server]]:
+    """All of them, started side by side. `or_refused`: those that did not come up are there too, ended."""
     started: dict[str, Server] = {}
     try:
-        for name, engine in named.items():
-            started[name] = Server(engine, zygote, f"{engine.name}-{name}" if name != engine.name else name)
+        for name, engine in engines.items():
+            started[name] = Server(engine, zygote, f"{engine.name}-{name}")
         for server in started.values():
-            server.wait()
+            try:
+                server.wait()
+            except ServerError:
+                if not or_refused:
+                    raise
         yield started
     finally:
         for server in started.values():

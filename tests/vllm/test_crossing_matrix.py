@@ -1,0 +1,51 @@
+"""Requests between whole vLLM engines of unlike topology: the text, where the prompt came from, and what was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fleets import FLEETS, Running, running
+
+from crossing.compare import differences
+from crossing.connectors import OURS, Connector
+from crossing.legs import cross_all
+from crossing.metrics import Counters, counted, counters
+from crossing.zygote import Zygote
+
+pytestmark = pytest.mark.vllm
+
+PAIRS = [(name, letters) for name, fleet in FLEETS.items() for letters in fleet.pairs]
+
+
+@pytest.fixture(scope="module")
+def fleet(request: pytest.FixtureRequest, connector: Connector, zygote: Zygote, checkpoints: Path) -> Iterator[Running]:
+    with running(FLEETS[request.param], connector, zygote, checkpoints) as it:
+        yield it
+
+
+@pytest.mark.parametrize(("fleet", "pair"), PAIRS, indirect=["fleet"], ids=[f"{name}-{pair}" for name, pair in PAIRS])
+def test_a_request_prefilled_at_P_decodes_at_D_as_if_D_had_computed_it(fleet: Running, pair: str) -> None:
+    producer, consumer = fleet.pair(pair)
+    before = counters(consumer)
+    crossed = cross_all(producer, consumer, fleet.prompts)
+    found = differences(crossed, fleet.reference, fleet.dtype)
+    assert [it.why for it in found if not it.right] == []
+    prompt_tokens = sum(len(it) for it in fleet.prompts)
+    counts = counted(consumer, before, lambda c: c.prompt_tokens >= prompt_tokens)
+    assert counts.prompt_tokens == prompt_tokens
+    assert counts.cached == 0
+    if fleet.connector is OURS:
+        assert_ours_moved_all_but_the_last_token(counts, len(fleet.prompts), prompt_tokens)
+    else:
+        assert counts.from_peer >= prompt_tokens - len(fleet.prompts)
+        assert counts.stock_bytes > 0
+
+
+def assert_ours_moved_all_but_the_last_token(counts: Counters, requests: int, prompt_tokens: int) -> None:
+    assert (counts.refused, counts.failed, counts.nothing) == (0, 0, 0)
+    assert counts.loaded == requests
+    assert counts.from_peer == counts.tokens_loaded == prompt_tokens - requests
+    assert counts.bytes_moved == counts.bytes_predicted > 0
+    assert counts.runs_moved > 0
