@@ -38,7 +38,10 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--connector", choices=sorted(CONNECTORS), default="ours", help="what the engines of test_crossing_* carry requests with"
+        "--connector",
+        choices=sorted(CONNECTORS),
+        default="ours",
+        help="what the engines of test_crossing_* carry requests with",
     )
 
 

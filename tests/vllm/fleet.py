@@ -142,6 +142,7 @@ NAMES = {
     "vllm:num_preemptions_total": "preemptions",
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
+    "vllm:prefix_cache_hits_total": "hits",
     "kvferry_tokens_loaded_total": "tokens",
     "kvferry_bytes_moved_total": "moved",
     "kvferry_bytes_predicted_total": "predicted",
