@@ -201,8 +201,13 @@ def elements(rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
 
 
 def check_rows(binder: Binder, binding: Binding, request: Request) -> None:
-    """Index arrays into prepared rows say the same as explicit copies."""
-    tiles = binder.tiles(request)
+    """What a transport is given, index arrays into prepared rows, says the same as explicit copies."""
+    loading = binder.load(request)
+    tiles = loading.tiles
+    assert loading.bytes == binding.bytes
+    for name in ("region", "offset", "length"):
+        assert np.array_equal(getattr(loading.fills, name), getattr(binding.fills, name))
+    assert {g: at.tolist() for g, at in loading.unhashable.items()} == {g: at.tolist() for g, at in binding.unhashable.items()}
     for source, copies in enumerate(binding.copies):
         prepared = PreparedRows(binder.plan, source)
         (src_at, src_length), (dst_at, dst_length) = elements(prepared.src), elements(prepared.dst)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from kvferry.bench import bind, handshake, measure, page, transfer
 from kvferry.bench.case import Case, placed
+from kvferry.bench.child import child
 from kvferry.bench.machine import this_machine
 from kvferry.bench.memory import pattern
 from kvferry.bench.plot import Bar, svg
@@ -109,6 +111,27 @@ def test_medians_take_turns_and_throw_the_first_round_away():
     found = measure.medians({"a": action("a"), "b": action("b")}, 3)
     assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert found == {"a": 5.0, "b": 6.0}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_what_goes_before_an_action_in_one_round_comes_after_it_in_the_next(count):
+    calls: list[str] = []
+    names = "abcd"[:count]
+    measure.medians({name: lambda name=name: calls.append(name) or 1.0 for name in names}, 2 * count - 1)
+    rounds = ["".join(calls[i : i + count]) for i in range(0, len(calls), count)]
+    assert all(sorted(found) == list(names) for found in rounds)
+    assert [found[::-1] for found in rounds[::2]] == rounds[1::2]
+    assert {found[0] for found in rounds} == set(names)
+
+
+def bad_child(parent: Connection) -> None:
+    raise SystemExit(3)
+
+
+def test_a_child_that_dies_is_named_with_its_exit_code():
+    with child("the pilot", bad_child) as pilot, pytest.raises(BenchError, match="the pilot died with exit code 3"):
+        pilot.receive(60.0)
+    assert not pilot.process.is_alive()
 
 
 def test_every_bind_case_has_a_ratio_or_a_reason():

@@ -130,3 +130,54 @@ def test_an_empty_request_has_no_indices():
     plan = make_plans(side("d", 1, Layout(block=2), 4), side("p", 1, Layout(block=2), 4))[0]
     src, dst = PreparedRows(plan, 0).indices(Binder(plan).tiles(Request(0, {}, {})))
     assert len(src) == len(dst) == 0
+
+
+@pytest.mark.parametrize("blocks", [1 << 20, (1 << 31) - 1, 1 << 31, 1 << 33])
+def test_the_last_blocks_of_a_large_pool_are_reached(blocks):
+    producers, consumers = side("p", 2, Layout(block=2), 4, blocks), side("d", 1, Layout(block=2), 4, blocks)
+    plan = make_plans(consumers, producers)[0]
+    src, dst = [blocks - 1, blocks - 3, blocks - 2], [blocks - 5, blocks - 1, blocks - 2]
+    request = Request(12, {0: src, 1: src, 2: src[0]}, {0: dst, 1: dst, 2: dst[0]})
+    binder = Binder(plan)
+    binding = binder.bind(request)
+    for source, manifest in enumerate(producers):
+        pairs = explicit(binding, source)
+        assert indexed(plan, source, binder, request) == pairs
+        there, here = ([r.length // blocks for r in m.regions] for m in (manifest, consumers[0]))
+        assert {(at // there[a], to // here[c]) for a, at, c, to in pairs} == set(zip(src, dst, strict=True))
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 20), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_tiles_are_those_of_a_walk_over_tokens(tokens, held, random):
+    producers, consumers = side("p", 2, Layout(block=2), 6), side("d", 1, Layout(block=2), 4)
+    plan = make_plans(consumers, producers)[0]
+    src, dst = ([*random.sample(range(8), 8)] for _ in "pd")
+    request = Request(tokens, {0: src, 1: src, 2: src[0]}, {0: dst, 1: dst, 2: dst[0]}, min(held, tokens // 4) * 4)
+    binder = Binder(plan)
+    walked: dict[int, list[tuple[int, int]]] = {}
+    for (i, level), found in binder.tiles(request).items():
+        edge = plan.edges[i]
+        step = edge.grains[level].tokens
+        columns = (found.src_block, found.src_tile, found.dst_block, found.dst_tile)
+        for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True):
+            walked.setdefault(i, []).extend((a * 6 + b * step + k, c * 4 + d * step + k) for k in range(step))
+    wanted = [(src[at // 6] * 6 + at % 6, dst[at // 4] * 4 + at % 4) for at in range(request.start, tokens)]
+    paged = [i for i, edge in enumerate(plan.edges) if edge.grains[0].tokens]
+    assert paged
+    for i in paged:
+        assert sorted(walked.get(i, [])) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    "form", [list, tuple, np.array, lambda ids: np.array(ids, np.uint8), lambda ids: np.array(ids, np.int32)]
+)
+def test_a_table_may_be_any_sequence_of_whole_numbers(form):
+    plan = make_plans(side("d", 1, Layout(block=2), 4), side("p", 1, Layout(block=2), 4))[0]
+    plain, other = (
+        Request(10, {0: f([1, 4, 2]), 1: f([3, 0, 5]), 2: 6}, {0: f([2, 0, 7]), 1: f([1, 3, 4]), 2: f([5])})
+        for f in (list, form)
+    )
+    binder = Binder(plan)
+    assert explicit(binder.bind(other), 0) == explicit(binder.bind(plain), 0)
+    assert indexed(plan, 0, binder, other) == indexed(plan, 0, binder, plain)

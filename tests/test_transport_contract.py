@@ -281,7 +281,8 @@ def test_mixed_kinds_of_memory_are_refused(wharf):
     plan = made.plans[0]
     regions = tuple(msgspec.structs.replace(r, memory="vram" if i else "dram") for i, r in enumerate(plan.consumer.regions))
     changed = msgspec.structs.replace(plan, consumer=msgspec.structs.replace(plan.consumer, regions=regions))
-    with pytest.raises(TransportError):
+    mixed = f"{transport.name}: one read cannot touch several kinds of memory .region .* in dram, region .* in vram"
+    with pytest.raises(TransportError, match=mixed):
         transport.prepare(changed, 0, peer)
 
 

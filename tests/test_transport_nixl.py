@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path as File
@@ -283,6 +284,41 @@ def test_ucx_complaints_reach_logging(caplog):
 
 def test_nothing_known_is_an_unknown_path():
     assert ucx.classify([]) == Path("unknown")
+
+
+NO_BACKEND_FIRST = """
+from kvferry.errors import TransportError
+from kvferry.transport import NixlOptions, NixlTransport, ucx
+from transport_peer import PeerProcess
+from transport_suite import NixlWharf, crossing, dense_case, finish, start
+
+with ucx.environment({}):
+    unused = ucx.ucx_log().file
+assert not unused.exists()
+try:
+    NixlTransport("d", NixlOptions("CARRIER_PIGEON"))
+except TransportError:
+    assert ucx.ucx_log() is None
+wharf = NixlWharf(PeerProcess(), {"UCX_TLS": "tcp"})
+made = crossing(wharf, dense_case())
+transport = wharf.consumer()
+transport.register(made.here[0].storages)
+read = start(transport, made, made.plans[0], 0)
+finish(transport, read)
+print(transport.path(read.peer).name)
+wharf.close()
+wharf.peer.close()
+"""
+
+
+def test_ucx_writes_to_our_log_also_where_the_first_backend_did_not_come_about():
+    done = subprocess.run(
+        [sys.executable, "-c", NO_BACKEND_FIRST],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "emulation over TCP (software emulation, tcp/lo)\n"
 
 
 def test_no_log_file_is_left_behind():

@@ -5,9 +5,10 @@ Pure arithmetic on integers and NumPy arrays; knows no manifest, no plan, no lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import gcd, prod
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ Digits = tuple[tuple[int, int], ...]
 JointDigit = tuple[int, int, int]
 JointDigits = tuple[JointDigit, ...]
 Ints = npt.NDArray[np.int64]
+Whole = TypeVar("Whole", bound=np.signedinteger[Any])
 
 
 def canonical(digits: Iterable[tuple[int, int]]) -> Digits:
@@ -42,14 +44,22 @@ def span(digits: Iterable[tuple[int, int]]) -> int:
 
 def offsets(digits: Sequence[tuple[int, int]], positions: npt.ArrayLike) -> Ints:
     """Byte offsets of the given positions of a mixed-radix axis."""
-    rest = np.asarray(positions, dtype=np.int64)
+    rest: Ints = np.asarray(positions, dtype=np.int64)
     out = np.zeros_like(rest)
-    for count, stride in reversed(digits[1:]):
-        rest, low = np.divmod(rest, count)
-        out += low * stride
-    if digits:
-        out += rest * digits[0][1]
+    for stride, digit in split(digits, rest):
+        out += digit * stride
     return out
+
+
+def split(digits: Sequence[tuple[int, int]], positions: npt.NDArray[Whole]) -> Iterator[tuple[int, npt.NDArray[Whole]]]:
+    """Every digit of the positions with its stride, as wide as the positions are."""
+    rest = positions
+    for count, stride in reversed(digits[1:]):
+        above = rest // count
+        yield stride, rest - above * count
+        rest = above
+    if digits:
+        yield digits[0][1], rest
 
 
 def borders(digits: Digits, unit: int = 1) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ pages (native and Python together) at their highest during the preparation, and 
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
 import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -21,6 +20,7 @@ from msgspec import Struct
 from kvferry.bench.agents import Agent, StockLists, load_nixl
 from kvferry.bench.bind import stock_of
 from kvferry.bench.case import Case, placed, size_of
+from kvferry.bench.child import child
 from kvferry.bench.measure import LEAST_REPEATS, Action, Tick, medians, silent, timed
 from kvferry.bench.memory import HostMemory
 from kvferry.bench.stock import Stock
@@ -176,23 +176,8 @@ class _Ends:
 
 def footprint(case: Case, way: Way) -> Footprint:
     """Memory of one preparation in a process that has done a small one before, so that only the size is counted."""
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_weigh, args=(theirs, case, way), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        if not ours.poll(_SETTLE_S):
-            raise BenchError(f"{case.name}: the process that weighs {way} did not answer")
-        return msgspec.msgpack.decode(ours.recv_bytes(), type=Footprint)
-    except EOFError:
-        raise BenchError(f"{case.name}: the process that weighs {way} died with exit code {child.exitcode}") from None
-    finally:
-        ours.close()
-        child.join(10)
-        if child.is_alive():
-            child.kill()
-            child.join()
+    with child(f"{case.name}: the process that weighs {way}", _weigh, case, way) as weigher:
+        return msgspec.msgpack.decode(weigher.receive(_SETTLE_S), type=Footprint)
 
 
 def _weigh(parent: Connection, case: Case, way: Way) -> None:

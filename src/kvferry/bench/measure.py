@@ -28,7 +28,8 @@ def timed(action: Callable[[], object]) -> float:
 def medians(actions: Mapping[str, Action], repeats: int, tick: Tick = silent) -> dict[str, float]:
     """Every action says how long it took, so that cleaning up is not counted; one round goes first and is thrown away.
 
-    Every round begins with another action: each finds caches as any of the others left them.
+    Rounds begin with every action in turn, and every other one runs backwards: what goes before an action, and leaves it
+    its caches, comes after it in the next round.
     """
     if repeats < 1:
         raise BenchError(f"{repeats} repeats: give at least 1; medians of fewer than {LEAST_REPEATS} are noisy")
@@ -36,7 +37,8 @@ def medians(actions: Mapping[str, Action], repeats: int, tick: Tick = silent) ->
     gc.collect()
     names = list(actions)
     for turn in range(repeats + 1):
-        for name in (names[(turn + i) % len(names)] for i in range(len(names))):
+        first = turn // 2 * 2 % len(names)
+        for name in (names[first:] + names[:first])[:: -1 if turn % 2 else 1]:
             seconds = actions[name]()
             if turn:
                 found[name].append(seconds)

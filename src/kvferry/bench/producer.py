@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -12,6 +11,7 @@ from msgspec import Struct
 
 from kvferry.bench.agents import Agent, load_nixl
 from kvferry.bench.case import Case, MemoryKind, size_of
+from kvferry.bench.child import child
 from kvferry.bench.memory import Memory, allocate, pattern
 from kvferry.errors import BenchError, KVFerryError
 from kvferry.transport.nixl import NixlOptions, NixlTransport
@@ -47,28 +47,13 @@ class Ready(Struct, frozen=True):
 @contextmanager
 def producer(case: Case, memory: MemoryKind, wire: int) -> Iterator[Ready]:
     """A child process that is ready to be read, until the block ends."""
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_hold, args=(theirs,), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        ours.send_bytes(msgspec.msgpack.encode(Ask(case, memory, wire)))
-        if not ours.poll(_START_S):
-            raise BenchError(f"the producer's process was not ready after {_START_S:g} s")
-        ready = msgspec.msgpack.decode(ours.recv_bytes(), type=Ready)
+    with child("the producer's process", _hold) as holder:
+        holder.send(msgspec.msgpack.encode(Ask(case, memory, wire)))
+        ready = msgspec.msgpack.decode(holder.receive(_START_S), type=Ready)
         if ready.error:
-            raise BenchError(f"the producer's process: {ready.error}")
+            raise BenchError(f"{holder.name}: {ready.error}")
         yield ready
-        ours.send_bytes(b"")
-    except EOFError:
-        raise BenchError(f"the producer's process died with exit code {child.exitcode}") from None
-    finally:
-        ours.close()
-        child.join(10)
-        if child.is_alive():
-            child.kill()
-            child.join()
+        holder.send(b"")
 
 
 def _hold(parent: Connection) -> None:

@@ -22,6 +22,7 @@ from kvferry.manifest import HOLE, Manifest, decode, encode
 from kvferry.manifest.schema import Group
 from kvferry.models import ModelShape, Side, load_model, manifests
 from kvferry.plan import Binder, Fills, Plan, Request, make_plans, routes
+from kvferry.session.fills import apply_fills
 from kvferry.transport import Prepared, Read, State, Storage, Transport
 from kvferry.transport.nixl import NixlTransport
 
@@ -201,12 +202,12 @@ class Consumer:
         request = self.open[seed]
         asked = Request(request.tokens, request.src, request.dst)
         for rank, (berth, plan, binder) in enumerate(zip(self.ranks, self.plans, self.binders, strict=True)):
-            tiles = binder.tiles(asked)
+            loading = binder.load(asked)
             for prepared in self.prepared[rank]:
-                request.reads.append((berth, berth.transport.read(prepared, tiles, str(seed).encode())))
+                request.reads.append((berth, berth.transport.read(prepared, loading.tiles, str(seed).encode())))
             for unread in plan.tells:
                 berth.transport.notify(self.peers[rank, unread], str(seed).encode())
-            request.fills.append((berth, binder.bind(asked).fills))
+            request.fills.append((berth, loading.fills))
 
     def _arrived(self, request: _Request) -> bool:
         states = [berth.transport.poll(read) for berth, read in request.reads]
@@ -222,8 +223,7 @@ class Consumer:
             self.log.runs += told.runs
             berth.transport.release(read)
         for berth, fills in request.fills:
-            for region, offset, length in zip(fills.region.tolist(), fills.offset.tolist(), fills.length.tolist(), strict=True):
-                berth.hold.buffers[region][offset : offset + length] = 0
+            apply_fills(fills, berth.hold.buffers)
         for berth in self.ranks:
             wrong, looked = berth.hold.differing_bytes(Cargo(seed, request.tokens, request.dst))
             self.log.wrong += wrong

@@ -6,9 +6,11 @@ tokens: ranges are cut into tiles at the plan's grains, tiles become columns, an
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +18,17 @@ import numpy.typing as npt
 from kvferry.errors import BindError
 from kvferry.manifest.schema import HOLE, Group
 from kvferry.plan.columns import Columns, expanded
-from kvferry.plan.schema import Edge, Grain, Need, Plan
+from kvferry.plan.schema import Edge, Need, Plan
 from kvferry.strided import Ints, merge, offsets
 
 Table = Sequence[int] | npt.NDArray[np.integer] | int
 Intervals = tuple[Ints, Ints]
+Ids = npt.NDArray[np.signedinteger[Any]]
+"""Block ids and places in blocks: 32 bits wide where that is enough, since there may be one for every few tokens."""
+
+_ORIGIN: Final = np.zeros(1, np.int32)
+_ORIGIN.setflags(write=False)
+_NARROW: Final = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,10 @@ class Fills:
 class Tiles:
     """Tiles of one edge at one grain: block id and place in the block, on either side."""
 
-    src_block: Ints
-    src_tile: Ints
-    dst_block: Ints
-    dst_tile: Ints
+    src_block: Ids
+    src_tile: Ids
+    dst_block: Ids
+    dst_tile: Ids
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,9 @@ class _Range:
 
 @dataclass
 class _Ranges:
-    """What a request loads into each group of the consumer."""
+    """What a request loads into each group of the consumer, and the consumer's tables by group."""
 
+    tables: dict[int, Ids] = field(default_factory=dict)
     needs: dict[tuple[int, int], _Range] = field(default_factory=dict)
     loaded: dict[int, tuple[int, int]] = field(default_factory=dict)
     holes: dict[int, Intervals] = field(default_factory=dict)
@@ -141,6 +150,9 @@ class Binder:
             if group.blocks < known.blocks:
                 self._src_groups[edge.src_group] = group
         self._dst_groups = {g.id: g for g in plan.consumer.groups}
+        self._grains = tuple(tuple(grain.tokens for grain in edge.grains) for edge in plan.edges)
+        self._loaded_groups = {e.dst_group for e in plan.edges}
+        self._filled_groups = {f.group for f in plan.fills} - self._loaded_groups
 
     def bind(self, request: Request) -> Binding:
         """The copies and fills of one request; raises BindError where its tables do not fit the plan."""
@@ -175,40 +187,43 @@ class Binder:
         if request.start == request.tokens:
             return {}, ranges
         src = {g: _table(request.src, group, "producer") for g, group in self._src_groups.items()}
-        dst = {g: _table(request.dst, self._dst_groups[g], "consumer") for g in self._read_groups(request)}
-        for group in (self._dst_groups[g] for g in dst):
-            if _repeats(dst[group.id]):
+        for group in (self._dst_groups[g] for g in self._read_groups(request)):
+            table = ranges.tables[group.id] = _table(request.dst, group, "consumer")
+            if _repeats(table):
                 raise BindError(f"the consumer's block table of group {group.id} names a block twice")
             if group.tokens and request.start % group.tokens:
                 raise BindError(
                     f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
                 )
         out: dict[tuple[int, int], Tiles] = {}
+        known: dict[tuple[int, int, tuple[int, ...]], list[Tiles]] = {}
         for i, edge in enumerate(self.plan.edges):
-            there, here = src[edge.src_group], dst[edge.dst_group]
-            if edge.grains[0].tokens == 0:
-                zero = np.zeros(1, np.int64)
-                out[i, 0] = Tiles(there, zero, here, zero)
-                continue
-            found = self._range(request, edge, there, here, ranges)
-            src_tokens, dst_tokens = self._src_groups[edge.src_group].tokens, self._dst_groups[edge.dst_group].tokens
-            for level, (grain, at) in enumerate(zip(edge.grains, _cut(found.copied, edge.grains), strict=True)):
-                if len(at):
-                    out[i, level] = Tiles(
-                        there[at // src_tokens], at % src_tokens // grain.tokens,
-                        here[at // dst_tokens], at % dst_tokens // grain.tokens,
-                    )  # fmt: skip
+            alike = edge.dst_group, edge.need, self._grains[i]
+            if alike not in known:
+                known[alike] = self._tiled(request, edge, self._grains[i], src[edge.src_group], ranges)
+            for level, tiles in enumerate(known[alike]):
+                if len(tiles.src_block):
+                    out[i, level] = tiles
         return out, ranges
+
+    def _tiled(self, request: Request, edge: Edge, grains: Sequence[int], there: Ids, ranges: _Ranges) -> list[Tiles]:
+        """The tiles of an edge by level; those of other sources' edges of the same need and grains are the same."""
+        here = ranges.tables[edge.dst_group]
+        if grains[0] == 0:
+            return [Tiles(there, _ORIGIN, here, _ORIGIN)]
+        found = self._range(request, edge, there, here, ranges)
+        src_tokens, dst_tokens = self._src_groups[edge.src_group].tokens, self._dst_groups[edge.dst_group].tokens
+        return [
+            Tiles(*_placed(there, cut, src_tokens // tokens), *_placed(here, cut, dst_tokens // tokens))
+            for tokens, cut in zip(grains, _cut(found.copied, grains), strict=True)
+        ]
 
     def _load(self, request: Request, ranges: _Ranges) -> None:
         """Note which blocks of the consumer are loaded, and their holes: what fills look at."""
-        if request.start == request.tokens:
-            return
-        for group in (self._dst_groups[g] for g in self._read_groups(request)):
+        for group, table in ((self._dst_groups[g], table) for g, table in ranges.tables.items()):
             if not group.tokens:
                 ranges.loaded[group.id] = (0, 0)
                 continue
-            table = _table(request.dst, group, "consumer")
             wanted = [r.low for (g, _), r in ranges.needs.items() if g == group.id]
             low = min(wanted, default=max(request.start, group.keeps.first_needed(request.tokens)))
             stop = -(-request.tokens // group.tokens)
@@ -218,10 +233,9 @@ class Binder:
             ranges.holes[group.id] = _holes(table, first, stop, group.tokens)
 
     def _read_groups(self, request: Request) -> list[int]:
-        filled = {f.group for f in self.plan.fills if f.group in request.dst}
-        return sorted({e.dst_group for e in self.plan.edges} | filled)
+        return sorted(self._loaded_groups | {group for group in self._filled_groups if group in request.dst})
 
-    def _range(self, request: Request, edge: Edge, there: Ints, here: Ints, ranges: _Ranges) -> _Range:
+    def _range(self, request: Request, edge: Edge, there: Ids, here: Ids, ranges: _Ranges) -> _Range:
         """The tokens to copy for an edge's need; ranks of one producer agree on them, so they are found once."""
         known = ranges.needs.get((edge.dst_group, edge.need))
         if known is not None:
@@ -242,7 +256,7 @@ class Binder:
         return found
 
     def _copied(
-        self, request: Request, source: Group, group: Group, there: Ints, here: Ints, low: int, high: int, ranges: _Ranges
+        self, request: Request, source: Group, group: Group, there: Ids, here: Ids, low: int, high: int, ranges: _Ranges
     ) -> Intervals:
         """[low, high) less what has a hole on either side; blocks that lack something must not be found by their hash."""
         bad = [_holes(t, low // g.tokens, -(-high // g.tokens), g.tokens) for t, g in ((there, source), (here, group))]
@@ -260,17 +274,17 @@ class Binder:
             if fill.group not in ranges.loaded:
                 continue
             group = self._dst_groups[fill.group]
-            table = _table(request.dst, group, "consumer")
+            table = ranges.tables[fill.group]
             if not group.tokens:
-                zero = np.zeros(1, np.int64)
-                parts.append(self._place(self._fills[i][0], Tiles(table, zero, table, zero)))
+                parts.append(self._place(self._fills[i][0], Tiles(table, _ORIGIN, table, _ORIGIN)))
                 continue
             bad = ranges.holes[fill.group]
             if fill.need is not None and (fill.group, fill.need) in ranges.needs:
                 bad = _union(bad, ranges.needs[fill.group, fill.need].copied)
-            for level, at in enumerate(_cut(_subtract(*ranges.loaded[fill.group], bad), fill.grains)):
-                if len(at):
-                    block, tile = table[at // group.tokens], at % group.tokens // fill.grains[level].tokens
+            grains = [grain.tokens for grain in fill.grains]
+            for level, cut in enumerate(_cut(_subtract(*ranges.loaded[fill.group], bad), grains)):
+                block, tile = _placed(table, cut, group.tokens // grains[level])
+                if len(block):
                     parts.append(self._place(self._fills[i][level], Tiles(block, tile, block, tile)))
         _, _, region, offset, length = _merged(parts)
         return Fills(region, offset, length)
@@ -295,8 +309,9 @@ class Binder:
             length.reshape(-1),
         )  # fmt: skip
 
-    def _moved(self, lanes: Ints, block: Ints, tile: Ints) -> Ints:
+    def _moved(self, lanes: Ints, block: Ids, tile: Ids) -> Ints:
         used, which = np.unique(lanes, return_inverse=True)
+        block = block.astype(np.int64, copy=False)
         rows = np.empty((len(used), len(block)), np.int64)
         for row, index in enumerate(used.tolist()):
             lane = self.plan.lanes[index]
@@ -342,31 +357,37 @@ def _consecutive(tiles: Tiles) -> tuple[Tiles, Ints]:
     return Tiles(tiles.src_block[first], tiles.src_tile[first], tiles.dst_block[first], tiles.dst_tile[first]), count
 
 
-def _table(tables: Mapping[int, Table], group: Group, name: str) -> Ints:
+def _table(tables: Mapping[int, Table], group: Group, name: str) -> Ids:
     """A group's table, every block id checked against the group."""
     if group.id not in tables:
         raise BindError(f"the {name}'s block table of group {group.id} is missing")
-    found = np.asarray(tables[group.id])
-    if found.ndim == 0:
-        found = found.reshape(1)
+    found = _numbers(tables[group.id])
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
         raise BindError(f"the {name}'s block table of group {group.id} is not a list of block ids")
-    table = found.astype(np.int64, copy=False)
-    if not _inside(table, group.blocks) or (found.dtype.kind == "u" and (table < 0).any()):
+    if not _inside(found, group.blocks):
         raise BindError(f"the {name}'s block table of group {group.id} has ids outside [0, {group.blocks})")
-    if not group.tokens and (len(table) != 1 or table[0] == HOLE):
+    if not group.tokens and (len(found) != 1 or found[0] == HOLE):
         raise BindError(f"group {group.id} is paged by state: the {name} must name the one block that holds it")
-    return table
+    return found.astype(np.int32 if group.blocks <= _NARROW else np.int64, copy=False)
 
 
-def _inside(table: Ints, blocks: int) -> bool:
-    """Whether all ids are a block's or HOLE; as unsigned numbers from HOLE on, they need one comparison."""
-    if len(table) < 2:
-        return all(HOLE <= block < blocks for block in table.tolist())
-    return int((table - HOLE).view(np.uint64).max()) <= blocks
+def _numbers(given: Table) -> npt.NDArray[Any]:
+    """A table as an array of whatever it holds; lists of small numbers, as engines have them, are taken the short way."""
+    if isinstance(given, list):
+        try:
+            return np.frombuffer(array("i", given), np.int32) if given else np.empty(0, np.int32)
+        except (TypeError, OverflowError):
+            return np.asarray(given)
+    found = np.asarray(given)
+    return found.reshape(1) if found.ndim == 0 else found
 
 
-def _repeats(table: Ints) -> bool:
+def _inside(table: npt.NDArray[Any], blocks: int) -> bool:
+    """Whether all ids are a block's or HOLE."""
+    return not len(table) or (int(table.min()) >= HOLE and int(table.max()) < blocks)
+
+
+def _repeats(table: Ids) -> bool:
     """Whether a block is named twice."""
     if len(table) < 2 or (table[1:] > table[:-1]).all():
         return False
@@ -396,12 +417,12 @@ def _entries_read(need: Need, request: Request, first: int) -> float:
     return max(0, request.tokens // need.per_entry - first // need.per_entry)
 
 
-def _covers(table: Ints, blocks: int, group: Group, name: str) -> None:
+def _covers(table: Ids, blocks: int, group: Group, name: str) -> None:
     if len(table) < blocks:
         raise BindError(f"the {name}'s block table of group {group.id} has {len(table)} places, {blocks} are needed")
 
 
-def _whole(table: Ints, group: Group, low: int, high: int) -> bool:
+def _whole(table: Ids, group: Group, low: int, high: int) -> bool:
     """Whether every place of the tokens [low, high) has a block."""
     tokens = group.tokens
     places = table[low // tokens : -(-high // tokens)]
@@ -413,7 +434,7 @@ def _interval(low: int, high: int) -> Intervals:
     return (np.array([low]), np.array([high])) if low < high else (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-def _no_holes(table: Ints, group: Group, first: int, stop: int, need: Need, name: str) -> None:
+def _no_holes(table: Ids, group: Group, first: int, stop: int, need: Need, name: str) -> None:
     if first >= stop:
         return
     low, high = first // group.tokens, -(-stop // group.tokens)
@@ -426,7 +447,7 @@ def _no_holes(table: Ints, group: Group, first: int, stop: int, need: Need, name
         )
 
 
-def _holes(table: Ints, first: int, stop: int, tokens: int) -> Intervals:
+def _holes(table: Ids, first: int, stop: int, tokens: int) -> Intervals:
     at = first + np.flatnonzero(table[first:stop] == HOLE)
     return at * tokens, (at + 1) * tokens
 
@@ -456,21 +477,38 @@ def _ranges_between(start: Ints, stop: Ints) -> Ints:
     return ahead + np.arange(total, dtype=np.int64)
 
 
-def _cut(intervals: Intervals, grains: Sequence[Grain]) -> list[Ints]:
-    """First tokens of the tiles that make up the intervals, by grain, each as coarse as it can be."""
+def _placed(table: Ids, cut: Intervals, per_block: int) -> tuple[Ids, Ids]:
+    """Block id and place in the block of the tiles that are numbered `cut`, `per_block` of them to a block."""
+    low, high = cut
+    if not len(low):
+        return table[:0], table[:0]
+    if len(low) > 1:
+        at = _ranges_between(low, high)
+        place = at // per_block
+        return table[place], (at - place * per_block).astype(table.dtype, copy=False)
+    start, stop = int(low[0]), int(high[0])
+    first = start // per_block
+    blocks = table[first : -(-stop // per_block)]
+    inside = slice(start - first * per_block, stop - first * per_block)
+    places = np.tile(np.arange(per_block, dtype=table.dtype), len(blocks))
+    return np.repeat(blocks, per_block)[inside], places[inside]
+
+
+def _cut(intervals: Intervals, grains: Sequence[int]) -> list[Intervals]:
+    """The tiles that make up the intervals, by grain, each as coarse as it can be; numbered from the sequence's start."""
     start, stop = intervals
     out = []
-    for grain in grains:
+    for tokens in grains:
         if not len(start):
-            out.append(start)
+            out.append((start, stop))
             continue
-        low, high = -(-start // grain.tokens), stop // grain.tokens
+        low, high = -(-start // tokens), stop // tokens
         some = low < high
-        out.append(_ranges_between(low[some], high[some]) * grain.tokens)
-        before = np.where(some, low * grain.tokens, stop)
+        found = low[some], high[some]
+        out.append(found)
         start, stop = (
-            np.concatenate([start, high[some] * grain.tokens]),
-            np.concatenate([before, stop[some]]),
+            np.concatenate([start, found[1] * tokens]),
+            np.concatenate([np.where(some, low * tokens, stop), stop[some]]),
         )
         rest = start < stop
         start, stop = start[rest], stop[rest]

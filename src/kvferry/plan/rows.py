@@ -8,48 +8,71 @@ other, and only what does not continue makes further rows. Elements are numbered
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from math import prod
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.plan.bind import Tiles
-from kvferry.plan.schema import Plan, Repeats, Run
-from kvferry.strided import Ints, offsets, spread
+from kvferry.plan.bind import Ids, Tiles
+from kvferry.plan.schema import Edge, Plan, Repeats, Run
+from kvferry.strided import Digits, Ints, Whole, split, spread
 
 Dim = tuple[int, int]
 Numbers = npt.NDArray[np.signedinteger[Any]]
 """Element numbers: 32 bits wide where that is enough, since writing them is most of the work of a request."""
 
+_NARROW: Final = np.iinfo(np.int32).max
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Strided rows of one side, as columns."""
+    """Strided rows of one side, as columns, and how many elements they have together."""
 
     region: Ints
     offset: Ints
     length: Ints
     stride: Ints
     count: Ints
+    elements: int
 
     def __len__(self) -> int:
         return len(self.count)
 
-    @property
-    def elements(self) -> int:
-        return int(self.count.sum())
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """How every run of one length, in one lane and with the same repeats lies along rows of `count` elements.
+
+    `rows` are the offsets of a run's rows from its first byte and `elements` how many elements they have together;
+    `block` and `digits` are the steps in element numbers from block to block and from digit to digit of a tile, and
+    `repeats` the numbers of its repeats in tile 0 of block 0.
+    """
+
+    length: int
+    stride: int
+    count: int
+    rows: Ints
+    elements: int
+    block: int
+    digits: Digits
+    repeats: Ints
+
+
+Laid = list[tuple[_Form, int]]
+"""One grain's runs on one side: forms, and how many runs in a row have each."""
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """Rows of element numbers [start, stop) that move alike: numbers from block to block, and from digit to digit of a tile."""
+    """Runs [start, stop) that move alike: numbers from block to block, and from digit to digit of a tile."""
 
     start: int
     stop: int
     block: int
-    digits: tuple[tuple[int, int], ...]
+    digits: Digits
 
 
 @dataclass(frozen=True)
@@ -65,29 +88,28 @@ class PreparedRows:
 
     def __init__(self, plan: Plan, source: int) -> None:
         self.plan = plan
-        src, dst = _Builder(), _Builder()
-        self._numbered: dict[tuple[int, int], tuple[_Numbering, _Numbering]] = {}
-        for i, edge in enumerate(plan.edges):
-            if edge.source != source:
-                continue
-            src_blocks = plan.sources[source].group(edge.src_group).blocks
-            dst_blocks = plan.consumer.group(edge.dst_group).blocks
-            for level, grain in enumerate(edge.grains):
-                self._numbered[i, level] = (
-                    _number(plan, grain.runs, src, src_blocks, 0),
-                    _number(plan, grain.runs, dst, dst_blocks, 1),
-                )
-        self.src, self.dst = src.rows(), dst.rows()
+        edges = [(i, edge) for i, edge in enumerate(plan.edges) if edge.source == source]
+        forms = _Forms(plan)
+        src, dst = (
+            [forms.of(grain.runs, side, blocks[i]) for i, edge in edges for grain in edge.grains]
+            for side, blocks in enumerate(_pools(plan, source, edges))
+        )
+        runs = [run for _, edge in edges for grain in edge.grains for run in grain.runs]
+        places = [(r.src_region, r.src_offset, r.dst_region, r.dst_offset) for r in runs]
+        columns = np.array(places, np.int64).reshape(-1, 4).T
+        self.src, self.dst = _rows(src, columns[0], columns[1]), _rows(dst, columns[2], columns[3])
         most = max(self.src.elements, self.dst.elements)
-        self._dtype: type[np.signedinteger[Any]] = np.int32 if most <= np.iinfo(np.int32).max else np.int64
-        for key, (there, here) in self._numbered.items():
-            self._numbered[key] = (_narrowed(there, self._dtype), _narrowed(here, self._dtype))
+        self._dtype: type[np.signedinteger[Any]] = np.int32 if most <= _NARROW else np.int64
+        keys = [(i, level) for i, edge in edges for level in range(len(edge.grains))]
+        theirs = _numbered(src, self._dtype)
+        ours = theirs if src == dst else _numbered(dst, self._dtype)
+        self._numbered = dict(zip(keys, zip(theirs, ours, strict=True), strict=True))
 
     def indices(self, tiles: Mapping[tuple[int, int], Tiles]) -> tuple[Numbers, Numbers]:
         """Element numbers to copy, source and destination side by side; a run's blocks lie behind each other."""
         found = [(src, dst, tiles[key]) for key, (src, dst) in self._numbered.items() if key in tiles]
         total = sum(len(src.first) * len(placed.src_block) for src, _, placed in found)
-        theirs, ours = np.empty(total, self._dtype), np.empty(total, self._dtype)
+        theirs, ours = np.empty((2, total), self._dtype)
         at = 0
         for src, dst, placed in found:
             stop = at + len(src.first) * len(placed.src_block)
@@ -97,99 +119,119 @@ class PreparedRows:
         return theirs, ours
 
 
-def _narrowed(numbering: _Numbering, dtype: type[np.signedinteger[Any]]) -> _Numbering:
-    return replace(numbering, first=numbering.first.astype(dtype, copy=False))
-
-
-def _write(out: Numbers, numbering: _Numbering, block: Ints, tile: Ints) -> None:
+def _write(out: Numbers, numbering: _Numbering, block: Ids, tile: Ids) -> None:
     """Every run at every tile, each number written once."""
     places = out.reshape(len(numbering.first), len(block))
+    block, tile = block.astype(out.dtype, copy=False), tile.astype(out.dtype, copy=False)
     for steps in numbering.steps:
-        moved = block * steps.block + offsets(steps.digits, tile) if steps.digits else block * steps.block
-        there = places[steps.start : steps.stop]
-        np.add(numbering.first[steps.start : steps.stop, None], moved.astype(out.dtype, copy=False), out=there)
+        moved = block * steps.block
+        for step, digit in split(steps.digits, tile):
+            moved += digit if step == 1 else digit * step
+        np.add(numbering.first[steps.start : steps.stop, None], moved, out=places[steps.start : steps.stop])
 
 
-class _Builder:
-    """Collects rows and hands out element numbers."""
+def _pools(plan: Plan, source: int, edges: Sequence[tuple[int, Edge]]) -> tuple[dict[int, int], dict[int, int]]:
+    """How many blocks the pool of every edge has, there and here."""
+    there = {group.id: group.blocks for group in plan.sources[source].groups}
+    here = {group.id: group.blocks for group in plan.consumer.groups}
+    return {i: there[edge.src_group] for i, edge in edges}, {i: here[edge.dst_group] for i, edge in edges}
 
-    def __init__(self) -> None:
-        self._columns: list[tuple[Ints, Ints, int, int, int]] = []
-        self._elements = 0
 
-    def add(self, regions: Ints, starts: Ints, length: int, dims: Sequence[Dim]) -> tuple[Ints, list[int]]:
-        """Lay runs of one form along rows; returns their first elements' numbers and the step of each dimension."""
-        chain = max((_chain(dims, start) for start in range(len(dims))), key=lambda c: _size(dims, c), default=[])
-        stride = dims[chain[0]][1] if chain else length
-        count = _size(dims, chain)
-        others = [i for i in range(len(dims)) if i not in chain and dims[i][0] > 1]
-        steps = [0] * len(dims)
-        running = 1
-        for i in chain:
-            steps[i] = running
-            running *= dims[i][0]
-        for i in reversed(others):
-            steps[i] = running
-            running *= dims[i][0]
-        within = spread(0, [dims[i] for i in others])
-        self._columns.append((np.repeat(regions, len(within)), _sums(starts, within), length, stride, count))
-        first = self._elements + np.arange(len(starts), dtype=np.int64) * running
-        self._elements += running * len(starts)
-        return first, steps
+class _Forms:
+    """Forms of runs, each worked out once: the two sides, the grains and the layers have few of them."""
 
-    def rows(self) -> Rows:
-        sizes = [len(c[1]) for c in self._columns]
-        region, offset = _joined([c[0] for c in self._columns]), _joined([c[1] for c in self._columns])
-        forms = np.array([c[2:] for c in self._columns], np.int64).reshape(-1, 3)
-        length, stride, count = np.repeat(forms, sizes, axis=0).T
-        return Rows(region, offset, length, stride, count)
+    def __init__(self, plan: Plan) -> None:
+        self._lanes = plan.lanes
+        self._known: dict[tuple[int, int, Sequence[Dim]], _Form] = {}
+
+    def of(self, runs: Sequence[Run], side: int, blocks: int) -> Laid:
+        """The forms of one grain's runs on one side; runs that differ in nothing but their place are counted together."""
+        alike = groupby(runs, key=_destination_form if side else _source_form)
+        return [(self._form(lane, length, repeats, side, blocks), len(list(same))) for (lane, length, repeats), same in alike]
+
+    def _form(self, index: int, length: int, repeats: Repeats, side: int, blocks: int) -> _Form:
+        lane = self._lanes[index]
+        dims = ((blocks, lane.block_stride), *lane.digits, *((repeat[0], repeat[1 + side]) for repeat in repeats))
+        key = length, len(lane.digits), dims
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _form(*key)
+        return known
+
+
+def _form(length: int, digits: int, dims: Sequence[Dim]) -> _Form:
+    """Lay a run along as long rows as there are; `dims` are its blocks, then so many digits of a tile, then repeats."""
+    long = [i for i, (count, _) in enumerate(dims) if count > 1]
+    chain = max((_chain(dims, long, start) for start in long), key=lambda c: _size(dims, c), default=[])
+    others = [i for i in long if i not in chain]
+    steps = [0] * len(dims)
+    running = 1
+    for i in (*chain, *reversed(others)):
+        steps[i] = running
+        running *= dims[i][0]
+    numbers = [(count, step) for (count, _), step in zip(dims, steps, strict=True)]
+    return _Form(
+        length,
+        dims[chain[0]][1] if chain else length,
+        _size(dims, chain),
+        spread(0, [dims[i] for i in others]),
+        running,
+        steps[0],
+        tuple(numbers[1 : 1 + digits]),
+        spread(0, numbers[1 + digits :]),
+    )
 
 
 def _size(dims: Sequence[Dim], chain: Sequence[int]) -> int:
-    count = 1
-    for i in chain:
-        count *= dims[i][0]
-    return count
+    return prod(dims[i][0] for i in chain)
 
 
-def _chain(dims: Sequence[Dim], start: int) -> list[int]:
+def _chain(dims: Sequence[Dim], long: Sequence[int], start: int) -> list[int]:
     """Dimensions whose strides continue each other, from `start` on."""
-    if dims[start][0] == 1:
-        return []
-    chain = [start]
-    reach = dims[start][0] * dims[start][1]
-    while True:
-        following = next(
-            (i for i, (count, stride) in enumerate(dims) if count > 1 and stride == reach and i not in chain), None
-        )
-        if following is None:
-            return chain
+    chain: list[int] = []
+    following: int | None = start
+    reach = dims[start][1]
+    while following is not None:
         chain.append(following)
         reach *= dims[following][0]
+        following = next((i for i in long if dims[i][1] == reach and i not in chain), None)
+    return chain
 
 
-def _number(plan: Plan, runs: Sequence[Run], builder: _Builder, blocks: int, side: int) -> _Numbering:
-    """Runs that differ in nothing but their place, as those of equal layers do, are laid out together."""
-    first: list[Ints] = []
-    found: list[_Steps] = []
-    at = 0
-    for (index, length, repeats), same in groupby(runs, key=_source_form if side == 0 else _destination_form):
-        lane = plan.lanes[index]
-        places = [(run.src_region, run.src_offset) if side == 0 else (run.dst_region, run.dst_offset) for run in same]
-        regions, starts = np.array(places, np.int64).T
-        inner = [(r[0], r[1 + side]) for r in repeats]
-        firsts, steps = builder.add(regions, starts, length, [(blocks, lane.block_stride), *lane.digits, *inner])
-        depth = 1 + len(lane.digits)
-        within = spread(0, [(count, step) for (count, _), step in zip(inner, steps[depth:], strict=True)])
-        digits = tuple((count, step) for (count, _), step in zip(lane.digits, steps[1:depth], strict=True))
-        stop = at + len(firsts) * len(within)
-        if found and (found[-1].block, found[-1].digits) == (steps[0], digits):
-            found[-1] = replace(found[-1], stop=stop)
-        else:
-            found.append(_Steps(at, stop, steps[0], digits))
-        first.append(_sums(firsts, within))
-        at = stop
-    return _Numbering(_joined(first), tuple(found))
+def _rows(grains: Sequence[Laid], region: Ints, offset: Ints) -> Rows:
+    """The rows of all runs of one side, which begin at the given places."""
+    laid = [piece for grain in grains for piece in grain]
+    runs = [runs for _, runs in laid]
+    if any(len(form.rows) > 1 for form, _ in laid):
+        region = np.repeat(region, np.repeat([len(form.rows) for form, _ in laid], runs))
+        parts, at = [], 0
+        for form, count in laid:
+            parts.append(_sums(offset[at : at + count], form.rows))
+            at += count
+        offset = np.concatenate(parts)
+    shapes = np.array([(form.length, form.stride, form.count) for form, _ in laid], np.int64).reshape(-1, 3)
+    length, stride, count = np.repeat(shapes, [len(form.rows) * count for form, count in laid], axis=0).T
+    return Rows(region, offset, length, stride, count, sum(form.elements * count for form, count in laid))
+
+
+def _numbered(grains: Sequence[Laid], dtype: type[np.signedinteger[Any]]) -> list[_Numbering]:
+    """Element numbers by grain: rows, and the elements in them, are counted through."""
+    out, elements = [], 0
+    for grain in grains:
+        first: list[Numbers] = []
+        found: list[_Steps] = []
+        start = 0
+        for form, runs in grain:
+            numbers: Numbers = np.arange(elements, elements + runs * form.elements, form.elements, dtype=dtype)
+            first.append(_sums(numbers, form.repeats.astype(dtype)) if len(form.repeats) > 1 else numbers)
+            elements += runs * form.elements
+            stop = start + len(first[-1])
+            if found and (found[-1].block, found[-1].digits) == (form.block, form.digits):
+                start = found.pop().start
+            found.append(_Steps(start, stop, form.block, form.digits))
+            start = stop
+        out.append(_Numbering(first[0] if len(first) == 1 else np.concatenate(first), tuple(found)))
+    return out
 
 
 def _source_form(run: Run) -> tuple[int, int, Repeats]:
@@ -200,9 +242,5 @@ def _destination_form(run: Run) -> tuple[int, int, Repeats]:
     return run.dst_lane, run.length, run.repeats
 
 
-def _sums(outer: Ints, inner: Ints) -> Ints:
+def _sums(outer: npt.NDArray[Whole], inner: npt.NDArray[Whole]) -> npt.NDArray[Whole]:
     return (outer[:, None] + inner).reshape(-1)
-
-
-def _joined(arrays: Sequence[Ints]) -> Ints:
-    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 
+from kvferry.plan import Fills
 from kvferry.strided import Ints
 
 _LONG: Final = 1 << 12
@@ -18,9 +20,16 @@ class Bytes(Protocol):
     def __setitem__(self, place: Any, value: int) -> None: ...
 
 
+def apply_fills(fills: Fills, memories: Sequence[Bytes]) -> None:
+    """Zero a request's fills; `memories` are the rank's regions."""
+    for region in np.unique(fills.region).tolist():
+        of = fills.region == region
+        zero(memories[region], fills.offset[of], fills.length[of])
+
+
 def zero(memory: Bytes, offset: Ints, length: Ints) -> None:
     """Zero [offset, offset + length) for every run; short runs of one length together, long ones each."""
-    for size in np.unique(length).tolist():
+    for size in np.unique(length[length > 0]).tolist():
         starts = offset[length == size]
         if size >= _LONG:
             for start in starts.tolist():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from zmq.utils import z85
 from kvferry.errors import SessionError
 
 SHORTEST = 32
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[0-9A-Za-z_.:%*-]+):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,10 +46,10 @@ def read_key(path: str | Path) -> Key:
 
 def split_address(address: str) -> tuple[str, int]:
     """A `host:port`; the host may be in brackets."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    found = _ADDRESS.fullmatch(address)
+    if found is None or int(found[2]) > 65535:
         raise SessionError(f"{address!r} is not an address; write host:port, port 0 for any free one")
-    return host.strip("[]"), int(port)
+    return found[1].strip("[]"), int(found[2])
 
 
 def is_loopback(host: str) -> bool:

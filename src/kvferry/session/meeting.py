@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.manifest.check import check_manifest
 from kvferry.manifest.schema import Manifest, Rank
 from kvferry.plan import Plan, make_plans
 from kvferry.plan.explain import costs
 from kvferry.session.consumer import PeerKey
 from kvferry.session.messages import Card, Welcome
+from kvferry.session.words import Words
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def _topology(rank: Rank) -> str:
 
 def meet(peer: PeerKey, welcome: Welcome, consumers: Sequence[Manifest]) -> Meeting:
     """Raises MismatchError with every mismatch, ManifestError or ProofError where the producer cannot be read."""
+    words = Words(1, consumers[0].identity)
     for card in welcome.cards:
-        check_manifest(card.words)
+        words.plan(card.words)
     plans = make_plans(consumers, [card.caches for card in welcome.cards])
     return Meeting(peer, welcome.cards, plans)

@@ -23,6 +23,7 @@ from kvferry.session.reference import Lease
 SESSION_VERSION: Final = 1
 MAX_REQUEST: Final = 1 << 20
 MAX_WELCOME: Final = 1 << 28
+MAX_LEASES: Final = 1 << 14
 
 
 class Card(Struct, frozen=True):
@@ -55,7 +56,7 @@ class Refusal(Struct, frozen=True, tag="refusal"):
 
 class Renew(Struct, frozen=True, tag="renew"):
     incarnation: Name
-    leases: Annotated[tuple[Lease, ...], Meta(max_length=1 << 14)]
+    leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
 
 
 class Release(Struct, frozen=True, tag="release"):
@@ -76,7 +77,12 @@ _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowErro
 
 
 def pack(message: Request | Reply) -> bytes:
-    return msgspec.msgpack.encode(message)
+    """Refuses what the other side would refuse for its size."""
+    data = msgspec.msgpack.encode(message)
+    cap = MAX_WELCOME if isinstance(message, Reply) else MAX_REQUEST
+    if len(data) > cap:
+        raise DecodeError(f"a {type(message).__name__} of {len(data):,} bytes is not sent: the other side takes {cap:,}")
+    return data
 
 
 def unpack_request(data: bytes) -> Request:

@@ -54,23 +54,24 @@ class Producer:
         self._free = deque(range(slots))
         self._held: dict[str, _Held] = {}
         self._by_slot: dict[int, _Held] = {}
-        self._opened: list[Lease] = []
+        self._opened: list[_Held] = []
         self._closing: list[Closing] = []
 
     def __len__(self) -> int:
         return len(self._held)
 
     def open(self, request: str) -> Lease | None:
-        """A lease for a request that is about to be prefilled; None while all slots are taken."""
+        """A lease for a request that is about to be prefilled; None while all slots are taken, or while an earlier lease of
+        the request is closing."""
         known = self._held.get(request)
         if known is not None:
-            return known.lease
+            return None if known.closing else known.lease
         if not self._free:
             return None
         self._generation = self._generation % ((1 << 63) - 1) + 1
         held = _Held(request, Lease(self._free.popleft(), self._generation))
         self._held[request] = self._by_slot[held.lease.slot] = held
-        self._opened.append(held.lease)
+        self._opened.append(held)
         return held.lease
 
     def publish(self, request: str, now: float) -> Lease:
@@ -118,8 +119,9 @@ class Producer:
         self._closing.append(Closing(held.request, held.lease, ending))
 
     def take_opened(self) -> tuple[Lease, ...]:
-        """Leases whose words must go live on every rank, in this order with `take_closing`: closings first."""
-        out, self._opened = tuple(self._opened), []
+        """Leases whose words must go live on every rank, in this order with `take_closing`: closings first. One that closes
+        before it was taken never goes live."""
+        out, self._opened = tuple(held.lease for held in self._opened if not held.closing), []
         return out
 
     def take_closing(self) -> tuple[Closing, ...]:
@@ -127,10 +129,10 @@ class Producer:
         return out
 
     def closed(self, request: str) -> None:
-        """Every rank has killed the word."""
-        held = self._held.pop(request, None)
-        if held is not None:
-            del self._by_slot[held.lease.slot]
+        """Every rank has killed the word; of a lease that is not closing this says nothing."""
+        held = self._held.get(request)
+        if held is not None and held.closing:
+            del self._held[request], self._by_slot[held.lease.slot]
             self._free.append(held.lease.slot)
 
     def close_all(self, requests: Iterable[str]) -> None:

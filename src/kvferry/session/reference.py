@@ -7,6 +7,7 @@ lease against the word in the producer's memory, the content against the digest 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
@@ -18,11 +19,14 @@ from kvferry.errors import BadReferenceError
 from kvferry.manifest.schema import Count, Index, Name
 
 REFERENCE_VERSION: Final = 1
-SEAL: Final = "seal"
 
 Generation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 BlockId = Annotated[int, Meta(ge=-1, le=(1 << 40))]
 Blocks = Annotated[list[BlockId], Meta(max_length=1 << 22)] | BlockId
+GroupId = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})\Z")]
+HostPort = Annotated[str, Meta(pattern=r"^\[?[0-9A-Za-z_.:%-]+\]?:[0-9]{1,5}\Z", max_length=256)]
+
+_SHOWN: Final = 300
 
 
 class Lease(Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,13 +40,13 @@ class Reference(Struct, frozen=True):
     """One prefilled request at a producer: `tokens` tokens in `blocks`, by group: ids by place in the sequence, or the one
     block of a state. Newer producers may add fields; a change of meaning changes `version`."""
 
-    address: Name
+    address: HostPort
     engine: Name
     incarnation: Name
     request: Name
     lease: Lease
     tokens: Count
-    blocks: dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Blocks]
+    blocks: Annotated[dict[GroupId, Blocks], Meta(max_length=1024)]
     digest: Name
     version: int = REFERENCE_VERSION
 
@@ -53,23 +57,20 @@ class Reference(Struct, frozen=True):
 
 def digest(tokens: Sequence[int], *, adapter: str = "", media: Sequence[tuple[str, int]] = (), salt: str = "") -> str:
     """What was prefilled: token ids, adapter, media as (identity, place), salt. Equal for equal prefixes only."""
-    state = hashlib.sha256(np.asarray(tokens, np.int64).tobytes())
-    state.update(msgspec.json.encode((len(tokens), adapter, list(media), salt)))
+    state = hashlib.sha256(struct.pack("<qq", len(tokens), len(media)))
+    state.update(np.asarray(tokens, "<i8").tobytes())
+    for text, place in ((adapter, 0), (salt, 0), *media):
+        said = text.encode("utf-8", "surrogatepass")
+        state.update(struct.pack("<qq", place, len(said)))
+        state.update(said)
     return state.hexdigest()[:32]
 
 
 def to_params(reference: Reference) -> dict[str, Any]:
-    """As JSON-like values under a seal; the generation as text, since not every router keeps 63 bits of a number."""
+    """As JSON-like values; the generation as text, since not every router keeps 63 bits of a number."""
     out: dict[str, Any] = msgspec.to_builtins(reference)
     out["lease"]["generation"] = str(reference.lease.generation)
-    out[SEAL] = seal(out)
     return out
-
-
-def seal(params: Mapping[str, Any]) -> str:
-    """Of every field, whatever their order. It keeps no secret: it finds damage, such as another block in the range of ids."""
-    kept = {name: value for name, value in params.items() if name != SEAL}
-    return hashlib.sha256(msgspec.json.encode(kept, order="sorted")).hexdigest()[:32]
 
 
 def from_params(params: object) -> Reference:
@@ -78,17 +79,17 @@ def from_params(params: object) -> Reference:
         raise BadReferenceError("the reference is not an object; routers must relay kv_transfer_params as they are")
     version = params.get("version")
     if version != REFERENCE_VERSION:
-        raise BadReferenceError(f"a reference of version {version!r}; this side reads version {REFERENCE_VERSION}")
-    sent, lease = params, params.get("lease")
+        said = str(version) if isinstance(version, int) and 0 <= version < 1 << 32 else "none that there is"
+        raise BadReferenceError(f"the reference's version is {said}; this side reads version {REFERENCE_VERSION}")
+    lease = params.get("lease")
     if isinstance(lease, Mapping) and isinstance(lease.get("generation"), str) and lease["generation"].isdecimal():
         if len(lease["generation"]) > 19:
             raise BadReferenceError("the reference's generation is longer than 63 bits")
         params = {**params, "lease": {**lease, "generation": int(lease["generation"])}}
     try:
-        reference = msgspec.convert(params, Reference)
-        whole = sent.get(SEAL) == seal(sent)
-    except (msgspec.ValidationError, msgspec.EncodeError, TypeError, RecursionError, OverflowError) as error:
-        raise BadReferenceError(f"the reference is damaged: {error}") from None
-    if not whole:
-        raise BadReferenceError("the reference is not as it was given out; routers must relay kv_transfer_params as they are")
-    return reference
+        found = msgspec.convert(params, Reference)
+        for text in (found.engine, found.incarnation, found.request, found.digest):
+            text.encode()
+    except (msgspec.ValidationError, ValueError, RecursionError, OverflowError) as error:
+        raise BadReferenceError(f"the reference is damaged: {str(error)[:_SHOWN]}") from None
+    return found

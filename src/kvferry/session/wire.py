@@ -38,6 +38,11 @@ T = TypeVar("T")
 
 _TICK_MS: Final = 100
 _LINGER_MS: Final = 500
+_RECONNECT_MS: Final = 5000
+_UNSENT: Final = 8
+"""Answers that may wait for one consumer: each may be as long as a welcome."""
+_UNTAKEN: Final = 1 << 16
+_ENDS: Final = 64
 
 
 class Listener:
@@ -56,6 +61,7 @@ class Listener:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST)
+        self._socket.setsockopt(zmq.SNDHWM, _UNSENT)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         if key is not None:
             self._socket.curve_server = True
@@ -92,25 +98,36 @@ class Listener:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if not self._socket.poll(_TICK_MS):
-                continue
-            frames = self._socket.recv_multipart()
-            reply = self._answer(frames[-1])
-            if reply is not None:
-                try:
-                    self._socket.send_multipart([frames[0], reply], zmq.NOBLOCK)
-                except zmq.ZMQError as error:
-                    logger.debug("a consumer went away before it was answered: %s", error)
+            self._turn()
+
+    def _turn(self) -> None:
+        try:
+            if self._socket.poll(_TICK_MS):
+                self._hear(self._socket.recv_multipart())
+        except Exception:
+            logger.exception("the listener stumbled; it goes on")
+            self._stop.wait(_TICK_MS / 1000)
+
+    def _hear(self, frames: list[bytes]) -> None:
+        reply = self._answer(frames[-1])
+        if reply is None:
+            return
+        try:
+            self._socket.send_multipart([frames[0], reply], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            logger.debug("a consumer went away before it was answered: %s", error)
 
     def _answer(self, data: bytes) -> bytes | None:
         try:
             message = unpack_request(data)
         except DecodeError as error:
             self.refused += 1
-            logger.warning("a message was refused: %s", error)
+            rare = self.refused & (self.refused - 1) == 0
+            logger.log(logging.WARNING if rare else logging.DEBUG, "message %d was refused: %s", self.refused, error)
             return pack(Refusal(str(error)[:4096]))
         if not isinstance(message, Hello):
-            self._inbox.append(message)
+            if len(self._inbox) < _UNTAKEN:
+                self._inbox.append(message)
             return None
         if message.version != SESSION_VERSION:
             return pack(Refusal(f"sessions of version {message.version} are not spoken here, only {SESSION_VERSION}"))
@@ -118,21 +135,24 @@ class Listener:
         return self._welcome or pack(Refusal("this engine is still starting; ask again"))
 
 
-def ask(address: str, hello: Hello, key: Key | None, timeout_s: float) -> Welcome:
-    """A producer's welcome; raises SessionError with the reason if there is none."""
+def ask(address: str, hello: Hello, key: Key | None, timeout_s: float, stop: threading.Event | None = None) -> Welcome:
+    """A producer's welcome; raises SessionError with the reason if there is none, or once `stop` is set."""
     host, port = split_address(address)
     try:
         socket.create_connection((host, port), timeout_s).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise SessionError(f"nobody listens at {address}: {error}") from None
     context = zmq.Context()
     try:
         end = _dial(context, address, key)
-        end.setsockopt(zmq.MAXMSGSIZE, MAX_WELCOME)
         end.send(pack(hello))
-        if not end.poll(int(timeout_s * 1000)):
-            hint = "has it another key?" if key else "does it want a key (key_file)?"
-            raise SessionError(f"{address} does not answer within {timeout_s:g} s; {hint}")
+        deadline = time.monotonic() + timeout_s
+        while not end.poll(_TICK_MS):
+            if stop is not None and stop.is_set():
+                raise SessionError(f"{address} has not answered, and this engine is closing")
+            if time.monotonic() >= deadline:
+                hint = "has it another key, or none?" if key else "does it want a key (key_file)?"
+                raise SessionError(f"{address} does not answer within {timeout_s:g} s; {hint}")
         reply = unpack_reply(end.recv())
     except zmq.ZMQError as error:
         raise SessionError(f"{address}: {error}") from None
@@ -150,6 +170,8 @@ def _dial(context: zmq.Context[Any], address: str, key: Key | None) -> zmq.Socke
     end: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     end.setsockopt(zmq.LINGER, _LINGER_MS)
     end.setsockopt(zmq.IPV6, ":" in host)
+    end.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
+    end.setsockopt(zmq.MAXMSGSIZE, MAX_WELCOME)
     if key is not None:
         public, secret = zmq.curve_keypair()
         end.curve_serverkey, end.curve_publickey, end.curve_secretkey = key.public, public, secret
@@ -171,6 +193,7 @@ class Courier(Generic[T]):
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._ends: dict[str, zmq.Socket[bytes]] = {}
+        self._forgotten: deque[PeerKey] = deque(maxlen=_UNTAKEN)
         self._pool = ThreadPoolExecutor(asking, "kvferry-asking")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-courier", daemon=True)
@@ -178,15 +201,21 @@ class Courier(Generic[T]):
 
     def peer(self, reference: Reference) -> T | str | None:
         """What is known of the producer of a reference; the reason if it cannot be read; None while it is being asked."""
-        key = key_of(reference)
-        if self._consumer.stale(key, time.monotonic()):
-            self._commands.put(lambda: self._consumer.greet(key, time.monotonic()))
-            return None
-        return self._consumer.peer(key)
+        key, now = key_of(reference), time.monotonic()
+        if self._consumer.due(key, now):
+            self._commands.put(lambda: self._consumer.greet(key, now))
+        return self._consumer.peer(key, now)
+
+    def forgotten(self) -> list[PeerKey]:
+        """Producers that were met and are no longer known: gone, or long unused."""
+        out = []
+        while self._forgotten:
+            out.append(self._forgotten.popleft())
+        return out
 
     def introduce(self, address: str) -> T:
         """Meet a producer now, before any request names it; raises where that fails."""
-        welcome = ask(address, self._hello, self._key, self._timeout_s)
+        welcome = ask(address, self._hello, self._key, self._timeout_s, self._stop)
         peer = PeerKey(address, welcome.engine, welcome.incarnation)
         found = self._meet(peer, welcome)
         self._commands.put(lambda: self._consumer.known(peer, found, welcome.lease_s))
@@ -206,52 +235,58 @@ class Courier(Generic[T]):
         self._commands.put(lambda: self._consumer.release(request, reference, note))
 
     def close(self) -> None:
+        """Say what was asked to be said, and end; waits for greetings under way."""
         self._stop.set()
+        self._commands.put(lambda: None)
         self._thread.join()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self._context.destroy(linger=_LINGER_MS)
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._turn()
-        self._send()
+            self._turn(_TICK_MS / 1000)
+        self._turn(0)
 
-    def _turn(self) -> None:
+    def _turn(self, wait_s: float) -> None:
+        """Carry out what the engine asks for, waiting so long for the first of it; then send what is due."""
         try:
-            self._obey()
-            self._consumer.renew(time.monotonic())
-            self._send()
+            command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+            while True:
+                self._guarded(command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            self._guarded(self._send)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
         except Exception:
             logger.exception("the courier stumbled; it goes on")
 
-    def _obey(self) -> None:
-        try:
-            self._commands.get(timeout=_TICK_MS / 1000)()
-            while True:
-                self._commands.get_nowait()()
-        except queue.Empty:
-            return
-
     def _send(self) -> None:
+        self._consumer.renew(time.monotonic())
+        self._forgotten.extend(self._consumer.take_forgotten())
         greetings, words = self._consumer.take()
         for greeting in greetings:
-            self._pool.submit(self._greet, greeting)
+            if not self._stop.is_set():
+                self._pool.submit(self._greet, greeting)
         for word in words:
             self._say(word)
 
     def _say(self, word: Word) -> None:
         try:
-            end = self._ends.get(word.address)
-            if end is None:
-                end = self._ends[word.address] = _dial(self._context, word.address, self._key)
+            end = self._ends.pop(word.address, None) or _dial(self._context, word.address, self._key)
+            self._ends[word.address] = end
             end.send(pack(word.message), zmq.NOBLOCK)
-        except (zmq.ZMQError, SessionError) as error:
+        except (zmq.ZMQError, KVFerryError, UnicodeError) as error:
             logger.warning("%s cannot be told of a lease: %s; it ends at its deadline", word.address, error)
+        while len(self._ends) > _ENDS:
+            self._ends.pop(next(iter(self._ends))).close()
 
     def _greet(self, greeting: Greeting) -> None:
         peer = greeting.peer
         try:
-            welcome = ask(peer.address, greeting.hello, self._key, self._timeout_s)
+            welcome = ask(peer.address, greeting.hello, self._key, self._timeout_s, self._stop)
             if (welcome.engine, welcome.incarnation) != (peer.engine, peer.incarnation):
                 raise SessionError(
                     f"{peer.address} is {welcome.engine} since its start {welcome.incarnation}; "

@@ -1,7 +1,7 @@
 """The generation words of one rank: registered memory in which a lease's number stands while its blocks may be read.
 
-The first half of the words are this rank's own leases, for consumers to read; the second half is where it lands the words it
-reads from others. They are declared by a manifest and read by a plan, like everything else.
+The first half of the words are this rank's own leases, published for consumers to read; the second half, which nobody else is
+told of, is where it lands the words it reads from others. Both are declared by a manifest and read by a plan, like everything.
 """
 
 from __future__ import annotations
@@ -29,46 +29,49 @@ from kvferry.transport import Storage
 WORD = 8
 DEAD = 0
 
+Column = npt.NDArray[np.int64]
+
 
 class Words:
     """`slots` leases and as many landing places, for one rank of one start of an engine."""
 
     def __init__(self, slots: int, identity: Identity) -> None:
         self.slots = slots
-        self._words: npt.NDArray[np.int64] = np.zeros(2 * slots, np.int64)
+        self._words: Column = np.zeros(2 * slots, np.int64)
+        self._own, self._landed = self._words[:slots], self._words[slots:]
         alone = Identity(identity.engine, identity.incarnation, "words", Rank())
-        address = int(self._words.ctypes.data)
-        shape = Shape(Element("int64", WORD), (Axis("word", 1, 0, 1, ((1, WORD),)),))
-        self.manifest = Manifest(
-            alone,
-            (Region("words", self._words.nbytes, address),),
-            (Group(0, StatePaged(), 2 * slots, hashed=False),),
-            (shape,),
-            (Layer("words", 0, (Part("generation", 0, 0, 0, WORD),)),),
-        )
+        self.manifest = _manifest(alone, self._own)
+        self._landing = _manifest(alone, self._landed)
 
     @property
     def storage(self) -> Storage:
         return Storage(int(self._words.ctypes.data), self._words.nbytes)
 
     def live(self, lease: Lease) -> None:
-        self._words[lease.slot] = lease.generation
+        self._own[lease.slot] = lease.generation
 
     def kill(self, lease: Lease) -> None:
         """Only the lease's own number is wiped: its slot may have a new one."""
-        if self._words[lease.slot] == lease.generation:
-            self._words[lease.slot] = DEAD
+        if self._own[lease.slot] == lease.generation:
+            self._own[lease.slot] = DEAD
 
     def plan(self, producer: Manifest) -> Plan:
-        """How the words of one rank of a producer are read into this rank's landing places."""
-        return make_plan(self.manifest, [producer])
+        """How the words of one rank of a producer are read into this rank's landing places, which are the blocks here."""
+        return make_plan(self._landing, [producer])
 
-    def landing(self, index: int) -> int:
-        """The block that stands for a landing place."""
-        return self.slots + index
+    def landed(self, place: int) -> int:
+        return int(self._landed[place])
 
-    def landed(self, index: int) -> int:
-        return int(self._words[self.slots + index])
+    def wipe(self, place: int) -> None:
+        self._landed[place] = DEAD
 
-    def wipe(self, index: int) -> None:
-        self._words[self.slots + index] = DEAD
+
+def _manifest(identity: Identity, words: Column) -> Manifest:
+    shape = Shape(Element("int64", WORD), (Axis("word", 1, 0, 1, ((1, WORD),)),))
+    return Manifest(
+        identity,
+        (Region("words", words.nbytes, int(words.ctypes.data)),),
+        (Group(0, StatePaged(), len(words), hashed=False),),
+        (shape,),
+        (Layer("words", 0, (Part("generation", 0, 0, 0, WORD),)),),
+    )

@@ -13,6 +13,7 @@ from kvferry.manifest.schema import Region
 from kvferry.plan.rows import Rows
 from kvferry.strided import Ints
 from kvferry.transport.contract import Storage
+from kvferry.transport.metadata import StorageEntry
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,9 @@ class Placed:
     memory: Literal["dram", "vram"]
 
 
-def place(rows: Rows, regions: Sequence[Region], storages: Sequence[Storage], owner: str) -> Placed:
+def place(rows: Rows, regions: Sequence[Region], storages: Sequence[Storage | StorageEntry], owner: str) -> Placed:
     """Where the rows lie; raises TransportError for a region that is not registered, or for mixed memory."""
     used = sorted(set(rows.region.tolist()))
-    for index in used:
-        _registered(regions[index], storages, owner)
     kinds = sorted({regions[i].memory for i in used})
     if len(kinds) > 1:
         named = {kind: next(regions[i].name for i in used if regions[i].memory == kind) for kind in kinds}
@@ -36,18 +35,18 @@ def place(rows: Rows, regions: Sequence[Region], storages: Sequence[Storage], ow
         raise TransportError(
             f"{owner}: one read cannot touch several kinds of memory ({found}); publish a manifest per kind of memory"
         )
-    base = np.array([r.address for r in regions], np.int64)
-    device = np.array([r.device for r in regions], np.int64)
-    lengths = np.array([r.length for r in regions], np.int64)
-    reach = rows.offset + (rows.count - 1) * rows.stride + rows.length
-    if (reach > lengths[rows.region]).any():
-        index = int(rows.region[np.argmax(reach > lengths[rows.region])])
+    for index in used:
+        _registered(regions[index], storages, owner)
+    of_region: Ints = np.array([(r.address, r.length, r.device) for r in regions], np.int64).reshape(-1, 3)[rows.region]
+    outside = rows.offset + (rows.count - 1) * rows.stride + rows.length > of_region[:, 1]
+    if outside.any():
+        index = int(rows.region[np.argmax(outside)])
         raise TransportError(f"{owner}: rows leave region {regions[index].name}; prove the plan before preparing it")
     memory: Literal["dram", "vram"] = "vram" if kinds == ["vram"] else "dram"
-    return Placed(base[rows.region] + rows.offset, device[rows.region], memory)
+    return Placed(of_region[:, 0] + rows.offset, of_region[:, 2], memory)
 
 
-def _registered(region: Region, storages: Sequence[Storage], owner: str) -> None:
+def _registered(region: Region, storages: Sequence[Storage | StorageEntry], owner: str) -> None:
     for storage in storages:
         inside = storage.address <= region.address and region.address + region.length <= storage.address + storage.length
         if inside and (storage.memory, storage.device) == (region.memory, region.device):

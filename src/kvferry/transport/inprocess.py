@@ -168,9 +168,9 @@ class InProcessTransport:
         return self._peers[name]
 
     def prepare(self, plan: Plan, source: int, peer: str) -> InProcessPrepared:
-        theirs = [Storage(s.address, s.length, s.memory, s.device) for s in self._peer(peer).storages]
+        theirs = self._peer(peer)
         rows = PreparedRows(plan, source)
-        src = place(rows.src, plan.sources[source].regions, theirs, f"peer {peer}")
+        src = place(rows.src, plan.sources[source].regions, theirs.storages, f"peer {peer}")
         dst = place(rows.dst, plan.consumer.regions, self._storages, self.name)
         self._prepared.append(InProcessPrepared(peer, rows, src, dst))
         return self._prepared[-1]

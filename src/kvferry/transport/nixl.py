@@ -28,6 +28,7 @@ from kvferry.transport import ucx
 from kvferry.transport.addresses import Placed, place
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry
 from kvferry.transport.metadata import Metadata, StorageEntry, decode_metadata, encode_metadata, this_host
+from kvferry.transport.peers import Flight, Lists, NixlPrepared, NixlRead, Peer, Peers
 from kvferry.transport.windows import Merging, Window
 
 logger = logging.getLogger("kvferry.transport")
@@ -72,68 +73,6 @@ class _Library:
     errors: tuple[type[Exception], ...]
 
 
-@dataclass(eq=False)
-class _Lists:
-    """NIXL's two descriptor lists; a list keeps the agent alive, so they are dropped when they are released."""
-
-    src: Any
-    dst: Any
-
-
-@dataclass(frozen=True, eq=False)
-class NixlPrepared:
-    """A plan's edges from one source as descriptor lists that NIXL holds."""
-
-    peer: str
-    rows: int
-    indices: PreparedRows
-    merging: Merging
-    lists: _Lists
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A posted window; `over` once NIXL has said how it ended."""
-
-    handle: Any
-    descriptors: int
-    over: bool = False
-
-
-@dataclass(eq=False)
-class NixlRead:
-    """A read: windows waiting, windows in flight, and what is known of those that have landed."""
-
-    prepared: NixlPrepared
-    notification: bytes
-    waiting: deque[Window]
-    total: int
-    moved_at: float
-    state: State = State.RUNNING
-    error: str = ""
-    flying: list[_Flight] = field(default_factory=list)
-    landed: list[Any] = field(default_factory=list)
-
-    @property
-    def peer(self) -> str:
-        return self.prepared.peer
-
-
-@dataclass(eq=False)
-class _Peer:
-    """A connected peer: what it registered, what is in flight, and whether the caller has dropped it. `void` was prepared
-    before it was dropped and is kept for reads that have not ended."""
-
-    metadata: Metadata
-    prepared: list[NixlPrepared] = field(default_factory=list)
-    void: list[NixlPrepared] = field(default_factory=list)
-    reads: dict[NixlRead, None] = field(default_factory=dict)
-    descriptors: int = 0
-    moved_at: float = 0.0
-    dropped: bool = False
-    warned: bool = False
-
-
 def _library() -> _Library:
     for name in _MODULES:
         try:
@@ -167,7 +106,7 @@ class NixlTransport:
             self._started: Any = self._start()
         self._storages: list[Storage] = []
         self._registered: list[Any] = []
-        self._peers: dict[str, _Peer] = {}
+        self._peers = Peers()
 
     def _start(self) -> Any:
         api, backend = self._library.api, self.options.backend
@@ -217,9 +156,8 @@ class NixlTransport:
 
     def connect(self, metadata: bytes) -> str:
         found = decode_metadata(metadata, CARRIER)
-        known = self._peers.get(found.name)
-        if known is not None:
-            return self._again(known, found)
+        if self._peers.again(found):
+            return found.name
         try:
             loaded = self._agent.add_remote_agent(found.blob)
         except self._library.errors as error:
@@ -227,40 +165,25 @@ class NixlTransport:
         name = loaded.decode("utf-8", "replace") if isinstance(loaded, bytes) else str(loaded)
         if name != found.name:
             raise TransportError(f"peer {found.name} sends NIXL metadata of {name}; fetch its own")
-        self._peers[name] = _Peer(found)
+        self._peers.add(found)
         return name
 
-    def _again(self, known: _Peer, found: Metadata) -> str:
-        if known.metadata.digest != found.digest:
-            raise TransportError(
-                f"peer {found.name} is connected with other metadata; forget it and release its reads, then connect again"
-            )
-        known.dropped = False
-        return found.name
-
-    def _peer(self, name: str) -> _Peer:
-        peer = self._peers.get(name)
-        if peer is None or peer.dropped:
-            raise TransportError(f"peer {name} is not connected; connect with its metadata first")
-        return peer
-
     def prepare(self, plan: Plan, source: int, peer: str) -> NixlPrepared:
-        known = self._peer(peer)
+        known = self._peers.connected(peer)
         rows = PreparedRows(plan, source)
-        if max(rows.src.elements, rows.dst.elements) > MAX_ELEMENTS:
+        most = max(rows.src.elements, rows.dst.elements)
+        if most > MAX_ELEMENTS:
             raise TransportError(
-                f"peer {peer}: {max(rows.src.elements, rows.dst.elements):,} elements; NIXL counts to {MAX_ELEMENTS:,}: "
-                f"use larger blocks or fewer of them"
+                f"peer {peer}: {most:,} elements; NIXL counts to {MAX_ELEMENTS:,}: use larger blocks or fewer of them"
             )
-        theirs = [Storage(s.address, s.length, s.memory, s.device) for s in known.metadata.storages]
-        src = place(rows.src, plan.sources[source].regions, theirs, f"peer {peer}")
+        src = place(rows.src, plan.sources[source].regions, known.metadata.storages, f"peer {peer}")
         dst = place(rows.dst, plan.consumer.regions, self._storages, self.name)
         prepared = NixlPrepared(
             peer,
             len(rows.src) + len(rows.dst),
             rows,
             Merging(rows),
-            _Lists(self._list(peer, rows.src, src, peer), self._list(_LOCAL, rows.dst, dst, peer)),
+            Lists(self._list(peer, rows.src, src, peer), self._list(_LOCAL, rows.dst, dst, peer)),
         )
         known.prepared.append(prepared)
         return prepared
@@ -268,8 +191,9 @@ class NixlTransport:
     def _list(self, agent: str, rows: Rows, placed: Placed, peer: str) -> Any:
         if not len(rows):
             return None
-        columns = (placed.address, rows.length, placed.device, rows.stride, rows.count)
-        strided: npt.NDArray[np.uint64] = np.stack(columns, axis=1).astype(np.uint64)
+        strided: npt.NDArray[np.uint64] = np.empty((len(rows), 5), np.uint64)
+        for i, column in enumerate((placed.address, rows.length, placed.device, rows.stride, rows.count)):
+            strided[:, i] = column
         try:
             return self._agent.prep_xfer_dlist(agent, strided, _MEMORY[placed.memory])
         except self._library.errors as error:
@@ -279,7 +203,7 @@ class NixlTransport:
     def read(self, prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> NixlRead:
         if not isinstance(prepared, NixlPrepared):
             raise TransportError(f"peer {prepared.peer}: prepared by another transport")
-        peer = self._peer(prepared.peer)
+        peer = self._peers.connected(prepared.peer)
         if prepared not in peer.prepared:
             raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
         src, dst = prepared.indices.indices(tiles)
@@ -292,14 +216,14 @@ class NixlTransport:
     def poll(self, read: Read) -> State:
         mine = _own(read)
         if mine.state is State.RUNNING:
-            peer = self._peers[mine.peer]
+            peer = self._peers.connected(mine.peer)
             if not mine.flying:
                 for other in peer.reads:
                     self._land(peer, other)
             self._advance(peer, mine)
         return mine.state
 
-    def _advance(self, peer: _Peer, read: NixlRead) -> None:
+    def _advance(self, peer: Peer, read: NixlRead) -> None:
         """Take in what landed, post what there is room for, and see whether the read is over."""
         self._land(peer, read)
         while read.state is State.RUNNING and read.waiting and self._room(peer, read.waiting[0]):
@@ -313,17 +237,17 @@ class NixlTransport:
         if self._clock() - since > self.options.timeout_s:
             self._fail(read, f"nothing arrived for {self.options.timeout_s:g} s: it is stopped, overloaded or unreachable")
 
-    def _room(self, peer: _Peer, window: Window) -> bool:
+    def _room(self, peer: Peer, window: Window) -> bool:
         return not peer.descriptors or peer.descriptors + window.descriptors <= self.options.window
 
-    def _post(self, peer: _Peer, read: NixlRead, window: Window) -> None:
+    def _post(self, peer: Peer, read: NixlRead, window: Window) -> None:
         lists = read.prepared.lists
         try:
             handle = self._agent.make_prepped_xfer("READ", lists.dst, window.dst, lists.src, window.src)
         except self._library.errors as error:
             self._fail(read, f"NIXL cannot make a read of {window.descriptors} descriptors: {error}")
             return
-        flight = _Flight(handle, window.descriptors)
+        flight = Flight(handle, window.descriptors)
         read.flying.append(flight)
         peer.descriptors += window.descriptors
         read.moved_at = self._clock()
@@ -337,7 +261,7 @@ class NixlTransport:
         elif status == "ERR":
             self._fail(read, "NIXL refused to post a read")
 
-    def _land(self, peer: _Peer, read: NixlRead) -> None:
+    def _land(self, peer: Peer, read: NixlRead) -> None:
         """Ask NIXL after every window in flight; those of failed reads too, since they hold their destination."""
         for flight in tuple(read.flying):
             if flight.over:
@@ -354,13 +278,13 @@ class NixlTransport:
                 self._let_go(peer, read, flight)
                 self._fail(read, f"NIXL lost it ({status}); it died or its connection broke")
 
-    def _landed(self, peer: _Peer, read: NixlRead, flight: _Flight) -> None:
+    def _landed(self, peer: Peer, read: NixlRead, flight: Flight) -> None:
         flight.over = True
         read.landed.append(self._agent.get_xfer_telemetry(flight.handle))
         read.moved_at = peer.moved_at = self._clock()
         self._let_go(peer, read, flight)
 
-    def _let_go(self, peer: _Peer, read: NixlRead, flight: _Flight) -> None:
+    def _let_go(self, peer: Peer, read: NixlRead, flight: Flight) -> None:
         """Give back a window's handle; NIXL has said that the window is over."""
         try:
             self._agent.release_xfer_handle(flight.handle)
@@ -370,7 +294,7 @@ class NixlTransport:
         read.flying.remove(flight)
         peer.descriptors -= flight.descriptors
 
-    def _finish(self, peer: _Peer, read: NixlRead) -> None:
+    def _finish(self, peer: Peer, read: NixlRead) -> None:
         if read.notification:
             try:
                 self._agent.send_notif(read.peer, read.notification)
@@ -415,7 +339,7 @@ class NixlTransport:
         mine = _own(read)
         if mine.state is State.RUNNING:
             self._fail(mine, "the read was given up here")
-        peer = self._peers.get(mine.peer)
+        peer = self._peers.known(mine.peer)
         if peer is None or mine not in peer.reads:
             return True
         self._land(peer, mine)
@@ -426,7 +350,7 @@ class NixlTransport:
         return True
 
     def notify(self, peer: str, message: bytes) -> None:
-        self._peer(peer)
+        self._peers.connected(peer)
         try:
             self._agent.send_notif(peer, message)
         except self._library.errors as error:
@@ -441,7 +365,7 @@ class NixlTransport:
 
     def path(self, peer: str) -> Path:
         """How reads from the peer travel, known from the first one on; `kvferry.transport.ucx` says how it is found out."""
-        known = self._peer(peer)
+        known = self._peers.connected(peer)
         log = ucx.ucx_log()
         if self.options.backend != "UCX":
             return Path(self.options.backend)
@@ -451,20 +375,18 @@ class NixlTransport:
         return ucx.classify(log.reads(self.name, near))
 
     def forget(self, peer: str) -> None:
-        known = self._peers.get(peer)
+        known = self._peers.known(peer)
         if known is None:
             return
-        known.dropped = True
-        known.void += known.prepared
-        known.prepared.clear()
+        known.drop()
         for read in known.reads:
             if read.state is State.RUNNING:
                 self._fail(read, "it was forgotten here")
             self._land(known, read)
         self._drop_when_idle(known)
 
-    def _drop_when_idle(self, peer: _Peer) -> None:
-        if not peer.dropped or any(read.flying for read in peer.reads):
+    def _drop_when_idle(self, peer: Peer) -> None:
+        if not peer.dropped or not peer.idle:
             return
         name = peer.metadata.name
         self._release_lists(peer)
@@ -472,22 +394,17 @@ class NixlTransport:
             self._agent.remove_remote_agent(name)
         except self._library.errors as error:
             logger.warning("peer %s: NIXL does not forget it: %s", name, error)
-        del self._peers[name]
+        self._peers.remove(name)
 
-    def _release_lists(self, peer: _Peer) -> None:
-        for prepared in (*peer.prepared, *peer.void):
-            for side in (prepared.lists.src, prepared.lists.dst):
-                if side is not None:
-                    self._agent.release_dlist_handle(side)
-            prepared.lists.src = prepared.lists.dst = None
-        peer.prepared.clear()
-        peer.void.clear()
+    def _release_lists(self, peer: Peer) -> None:
+        for found in peer.take_lists():
+            self._agent.release_dlist_handle(found)
 
     def close(self) -> None:
         """End the agent and with it every connection: afterwards nothing can land, whatever was in flight."""
         if self.closed:
             return
-        for name, peer in tuple(self._peers.items()):
+        for name, peer in self._peers:
             for read in peer.reads:
                 if read.state is State.RUNNING:
                     self._fail(read, "this end was closed")

@@ -3,12 +3,12 @@
 UCX takes settings from the environment, when its library is loaded and when a backend is created. They are put there for
 that moment only, from `NixlOptions`, and never over what the operator set.
 
-How a path is found out: `UCX_PROTO_INFO` makes UCX write, for every kind of connection of every agent, which protocol
-each operation got; it goes to a file of our own (`UCX_LOG_FILE`), which is unlinked as soon as UCX has opened it. UCX
-chooses at the first read, so before it nothing is known. It names kinds of connections, not peers: with several kinds to
-peers equally near, all of them are reported, and agents of one process whose names agree in the first 31 characters share
-their report. Nothing is known where the operator sends UCX's log elsewhere, or where
-something else in the process loaded the same UCX before.
+How a path is found out: `UCX_PROTO_INFO` makes UCX write, for every kind of connection of every agent, which protocol each
+operation got; it goes to a file of our own (`UCX_LOG_FILE`), which is unlinked as soon as UCX has opened it, and offered
+again to the next backend where it has not. UCX chooses at the first read, so before it nothing is known. It names kinds of
+connections, not peers: with several kinds to peers equally near, all of them are reported, and agents of one process whose
+names agree in the first 31 characters share their report. Nothing is known where the operator sends UCX's log elsewhere, or
+where something else in the process loaded the same UCX before.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ SETTINGS: Final = (
     Setting("UCX_PROTO_INFO", "y", "says which protocol really carries reads; see the module's docstring"),
 )
 _LOG_FILE: Final = "UCX_LOG_FILE"
+_DESCRIPTORS: Final = "/proc/self/fd"
 
 _RDMA: Final = re.compile(r"\b(rc|dc|ud|gga|ib|srd)(_\w+)?/")
 _SHARED: Final = re.compile(r"\b(cma|xpmem|knem|sysv|posix|mm)/")
@@ -69,6 +70,17 @@ class Log:
         self._rest = ""
         self._table: list[list[str]] = []
         self._reads: dict[tuple[str, str], dict[str, None]] = {}
+
+    @property
+    def opened(self) -> bool:
+        """Whether UCX has it open; it does from when it is loaded."""
+        mine = self._stream.fileno()
+        others = (int(name) for name in os.listdir(_DESCRIPTORS) if int(name) != mine)
+        return any(_same_file(other, mine) for other in others)
+
+    def close(self) -> None:
+        self._stream.close()
+        self.file.unlink(missing_ok=True)
 
     def drain(self) -> str:
         """Take in what UCX wrote since, and return its last complaint. UCX buffers; only flushing C's streams brings all."""
@@ -102,6 +114,13 @@ class Log:
         self._reads.setdefault((title["worker"], title["near"]), {})[f"{description}, {config}"] = None
 
 
+def _same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:
+        return False
+
+
 _LOGS: list[Log] = []
 
 
@@ -128,6 +147,8 @@ def environment(extra: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in mine:
             os.environ.pop(name, None)
+        if _LOG_FILE in mine and _LOGS and not _LOGS[0].opened:
+            _LOGS.pop().close()
         for log in _LOGS:
             log.file.unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,11 @@ class Merging:
     """Which neighbouring elements become one descriptor: consecutive on both sides, in rows without gaps."""
 
     def __init__(self, prepared: PreparedRows) -> None:
-        self._src, self._dst = _side(prepared.src), _side(prepared.dst)
+        self._prepared = prepared
+
+    @cached_property
+    def _sides(self) -> tuple[_Side, _Side]:
+        return _side(self._prepared.src), _side(self._prepared.dst)
 
     def windows(self, src: Numbers, dst: Numbers, cap: int) -> Iterator[Window]:
         """One window where `cap` descriptors suffice, else windows of half of it, so that two are in flight."""
@@ -57,14 +62,16 @@ class Merging:
         return _starts(*self._stretches(src, dst))
 
     def _stretches(self, src: Numbers, dst: Numbers) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
-        """Stretches of elements that are consecutive on both sides: first, count, and whether they become one descriptor."""
+        """Stretches of elements that are consecutive on both sides: first, count, and whether they are one descriptor."""
         breaks = ((src[1:] - src[:-1]) != 1) | ((dst[1:] - dst[:-1]) != 1)
         low = np.concatenate([[0], np.flatnonzero(breaks) + 1])
         count = np.diff(low, append=len(src))
         dense = np.ones(len(low), np.bool_)
-        for side, index in ((self._src, src), (self._dst, dst)):
-            row = side.row(index[low])
-            dense &= side.dense[row] & (row == side.row(index[low + count - 1]))
+        several = np.flatnonzero(count > 1)
+        first, last = low[several], low[several] + count[several] - 1
+        for side, index in zip(self._sides, (src, dst), strict=True):
+            row = side.row(index[first])
+            dense[several] &= side.dense[row] & (row == side.row(index[last]))
         return low, count, dense
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
@@ -22,7 +21,7 @@ from kvferry.errors import SessionError
 from kvferry.manifest import Identity, Manifest, Rank
 from kvferry.plan import Fills
 from kvferry.session import Card, Ending, Ferry, Words
-from kvferry.session.fills import Bytes, zero
+from kvferry.session.fills import Bytes, apply_fills
 from kvferry.transport import NixlTransport, Storage
 
 logger = logging.getLogger("kvferry.vllm")
@@ -122,13 +121,12 @@ def _filler(manifest: Manifest, kv_caches: Mapping[str, torch.Tensor]) -> Any:
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         found.setdefault(storage.data_ptr(), flat)
     flats = [found[region.address] for region in manifest.regions]
+    devices = {flat.device for flat in flats if flat.device.type == "cuda"}
     memories: list[Bytes] = [flat.numpy() if flat.device.type == "cpu" else flat for flat in flats]
 
     def fill(fills: Fills) -> None:
-        for region in np.unique(fills.region).tolist():
-            of = fills.region == region
-            zero(memories[region], fills.offset[of], fills.length[of])
-            if flats[region].device.type == "cuda":
-                torch.cuda.current_stream(flats[region].device).synchronize()
+        apply_fills(fills, memories)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
 
     return fill

@@ -1,0 +1,313 @@
+"""The consumer's half of a session by a clock of its own: who is greeted when, what is renewed, and what is said last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace as with_fields
+
+from kvferry.session import Consumer, Hello, Lease, PeerKey, Reference, Release, Renew, key_of
+from kvferry.session.messages import MAX_LEASES, pack, unpack_request
+
+HELLO = Hello("d", "d1")
+PEER = PeerKey("10.0.0.1:7000", "p", "p1")
+RESTARTED = replace(PEER, incarnation="p2")
+RETRY_S = RENEW_S = 5.0
+
+
+def reference(slot: int = 0, peer: PeerKey = PEER, generation: int = 7) -> Reference:
+    return Reference(peer.address, peer.engine, peer.incarnation, "r", Lease(slot, generation), 5, {"0": [1]}, "digest")
+
+
+def consumer(most: int = 256) -> Consumer[str]:
+    return Consumer(HELLO, RETRY_S, RENEW_S, most)
+
+
+def greeted(it: Consumer[str]) -> list[PeerKey]:
+    greetings, words = it.take()
+    assert not words
+    assert all(greeting.hello == HELLO for greeting in greetings)
+    return [greeting.peer for greeting in greetings]
+
+
+def said(it: Consumer[str]) -> list[Renew | Release]:
+    greetings, words = it.take()
+    assert not greetings
+    assert all(unpack_request(pack(word.message)) == word.message for word in words)
+    return [word.message for word in words]
+
+
+def test_a_producer_is_greeted_once_per_start():
+    it = consumer()
+    for _ in range(3):
+        it.greet(PEER, 0.0)
+    assert greeted(it) == [PEER]
+    assert it.peer(PEER, 0.0) is None
+    it.greet(PEER, 100.0)
+    assert greeted(it) == []
+    it.known(PEER, "plans", 60.0)
+    it.greet(PEER, 1000.0)
+    assert greeted(it) == []
+    assert it.peer(PEER, 1000.0) == "plans"
+    it.greet(RESTARTED, 1000.0)
+    assert greeted(it) == [RESTARTED]
+    assert it.peer(RESTARTED, 1000.0) is None
+
+
+def test_a_refusal_stands_for_a_pause_and_is_then_asked_about_again():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.refused(PEER, "still starting", 1.0)
+    assert greeted(it) == [PEER]
+    for now in (1.0, 5.9):
+        it.greet(PEER, now)
+        assert it.peer(PEER, now) == "still starting"
+        assert not it.due(PEER, now)
+    assert greeted(it) == []
+    assert it.due(PEER, 6.0)
+    assert it.peer(PEER, 6.0) is None
+    it.greet(PEER, 6.0)
+    it.greet(PEER, 6.0)
+    assert greeted(it) == [PEER]
+    it.known(PEER, "plans", 60.0)
+    assert it.peer(PEER, 6.0) == "plans"
+
+
+def test_a_refusal_of_long_ago_is_no_answer():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.refused(PEER, "nobody listens", 0.0)
+    assert it.peer(PEER, 3600.0) is None
+    assert it.due(PEER, 3600.0)
+
+
+def test_a_producer_that_nobody_greeted_is_to_be_asked():
+    it = consumer()
+    assert it.due(PEER, 0.0)
+    assert it.peer(PEER, 0.0) is None
+
+
+@pytest.mark.parametrize(("lease_s", "every"), [(60.0, 5.0), (15.0, 5.0), (9.0, 3.0), (0.3, 0.1)])
+def test_leases_are_renewed_three_times_in_their_time_and_not_more_often_than_that(lease_s, every):
+    it = consumer()
+    it.known(PEER, "plans", lease_s)
+    it.hold("a", reference(), 0.0)
+    renewed = []
+    for tick in range(1, 600):
+        now = tick * every / 10
+        it.renew(now)
+        renewed += [now for _ in said(it)]
+    apart = [b - a for a, b in zip([0.0, *renewed], renewed, strict=False)]
+    assert len(renewed) > 50
+    assert min(apart) > every * 0.99
+    assert max(apart) < every * 1.11
+    assert max(apart) <= lease_s / 2
+
+
+def test_leases_of_a_producer_that_is_being_asked_are_renewed_too():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.take()
+    it.hold("a", reference(), 0.0)
+    it.renew(4.9)
+    assert said(it) == []
+    it.renew(5.0)
+    assert said(it) == [Renew("p1", (Lease(0, 7),))]
+
+
+def test_a_release_is_said_once_and_ends_the_renewals():
+    it = consumer()
+    it.known(PEER, "plans", 60.0)
+    it.hold("a", reference(0), 0.0)
+    it.hold("b", reference(1), 0.0)
+    it.release("a", reference(0), "loaded")
+    assert said(it) == [Release("p1", Lease(0, 7), "d@d1", "loaded")]
+    it.release("a", reference(0), "again")
+    assert said(it) == []
+    it.renew(5.0)
+    assert said(it) == [Renew("p1", (Lease(1, 7),))]
+    it.release("b", reference(1), "failed")
+    assert said(it) == [Release("p1", Lease(1, 7), "d@d1", "failed")]
+    it.renew(100.0)
+    assert said(it) == []
+
+
+def test_a_lease_that_was_never_held_is_not_released():
+    it = consumer()
+    it.release("a", reference(), "?")
+    it.hold("a", reference(0), 0.0)
+    it.release("a", reference(0, generation=8), "?")
+    it.release("b", reference(0), "?")
+    assert said(it) == []
+
+
+def test_a_lease_that_two_requests_hold_is_released_by_the_last():
+    it = consumer()
+    for request in ("a", "b"):
+        it.hold(request, reference(), 0.0)
+    it.renew(5.0)
+    assert said(it) == [Renew("p1", (Lease(0, 7),))]
+    it.release("a", reference(), "loaded")
+    assert said(it) == []
+    it.release("b", reference(), "loaded")
+    assert said(it) == [Release("p1", Lease(0, 7), "d@d1", "loaded")]
+
+
+def test_long_names_and_notes_are_cut_to_what_a_producer_reads():
+    it: Consumer[str] = Consumer(Hello("e" * 256, "i" * 256))
+    it.hold("a", reference(), 0.0)
+    it.release("a", reference(), "n" * 5000)
+    (message,) = said(it)
+    assert isinstance(message, Release)
+    assert (len(message.reader), len(message.note)) == (256, 256)
+
+
+def test_more_leases_than_one_message_holds_are_all_renewed():
+    it = consumer()
+    for slot in range(MAX_LEASES + 3):
+        it.hold(f"r{slot}", reference(slot), 0.0)
+    it.renew(5.0)
+    messages = said(it)
+    assert [len(m.leases) for m in messages if isinstance(m, Renew)] == [MAX_LEASES, 3]
+    assert len({lease for m in messages if isinstance(m, Renew) for lease in m.leases}) == MAX_LEASES + 3
+
+
+def starts(count: int) -> list[PeerKey]:
+    return [PeerKey(f"10.0.0.1:{7000 + i}", "p", f"p{i}") for i in range(count)]
+
+
+def test_an_earlier_start_is_forgotten_once_the_next_is_met_unless_a_lease_of_it_is_held():
+    it = consumer()
+    for peer in (PEER, RESTARTED):
+        it.greet(peer, 0.0)
+    it.known(PEER, "old", 60.0)
+    it.hold("a", reference(), 0.0)
+    it.known(RESTARTED, "new", 60.0)
+    assert it.take_forgotten() == ()
+    it.release("a", reference(), "loaded")
+    again = replace(PEER, incarnation="p3")
+    it.known(again, "newest", 60.0)
+    assert set(it.take_forgotten()) == {PEER, RESTARTED}
+    assert it.take_forgotten() == ()
+    assert it.peer(again, 0.0) == "newest"
+    assert it.due(PEER, 0.0)
+
+
+def test_producers_without_leases_are_forgotten_the_longest_unused_first():
+    it = consumer(most=3)
+    peers = starts(5)
+    for i, peer in enumerate(peers[:3]):
+        it.greet(peer, float(i))
+        it.known(peer, peer.incarnation, 60.0)
+    it.hold("a", reference(0, peers[0]), 3.0)
+    it.greet(peers[1], 4.0)
+    it.greet(peers[3], 5.0)
+    assert it.take_forgotten() == (peers[2],)
+    it.known(peers[3], "p3", 60.0)
+    it.greet(peers[4], 6.0)
+    assert it.take_forgotten() == (peers[1],)
+    assert [it.peer(peer, 6.0) for peer in peers] == ["p0", None, None, "p3", None]
+
+
+def test_refused_producers_do_not_pile_up():
+    it = consumer(most=10)
+    for i in range(500):
+        peer = PeerKey(f"10.0.0.1:{i}", "p", "p1")
+        it.greet(peer, float(i))
+        it.refused(peer, "nobody listens", float(i))
+    assert len(it._peers) <= 10
+    assert it.take_forgotten() == ()
+
+
+class Conversation(RuleBasedStateMachine):
+    """Any order of events: one greeting under way at a time, one release for every lease that was held."""
+
+    peers = st.sampled_from([PEER, RESTARTED, PeerKey("10.0.0.2:7000", "q", "q1")])
+
+    @initialize()
+    def start(self) -> None:
+        self.it = consumer()
+        self.now = 0.0
+        self.asked: set[PeerKey] = set()
+        self.holders: dict[tuple[PeerKey, Lease], set[str]] = {}
+        self.renewed: dict[PeerKey, float] = {}
+
+    def hear(self) -> list[Renew | Release]:
+        greetings, words = self.it.take()
+        for greeting in greetings:
+            assert greeting.peer not in self.asked
+            self.asked.add(greeting.peer)
+        return [word.message for word in words]
+
+    @rule(peer=peers)
+    def greet(self, peer: PeerKey) -> None:
+        due = self.it.due(peer, self.now)
+        self.it.greet(peer, self.now)
+        before = len(self.asked)
+        assert self.hear() == []
+        assert len(self.asked) - before == int(due)
+
+    @rule(peer=peers, welcome=st.booleans())
+    def answer(self, peer: PeerKey, welcome: bool) -> None:
+        if peer not in self.asked:
+            return
+        self.asked.remove(peer)
+        if welcome:
+            self.it.known(peer, peer.incarnation, 9.0)
+        else:
+            self.it.refused(peer, "no", self.now)
+        assert self.it.peer(peer, self.now) == (peer.incarnation if welcome else "no")
+
+    @rule(peer=peers, request=st.sampled_from("abc"), slot=st.integers(0, 1))
+    def hold(self, peer: PeerKey, request: str, slot: int) -> None:
+        found = reference(slot, peer)
+        if not any(key == peer for key, _ in self.holders):
+            self.renewed[peer] = self.now
+        self.it.hold(request, found, self.now)
+        self.holders.setdefault((peer, found.lease), set()).add(request)
+
+    @rule(peer=peers, request=st.sampled_from("abc"), slot=st.integers(0, 1))
+    def release(self, peer: PeerKey, request: str, slot: int) -> None:
+        found = reference(slot, peer)
+        holders = self.holders.get((peer, found.lease), set())
+        last = holders == {request}
+        self.it.release(request, found, "over")
+        holders.discard(request)
+        if not holders:
+            self.holders.pop((peer, found.lease), None)
+        assert self.hear() == ([Release(peer.incarnation, found.lease, "d@d1", "over")] if last else [])
+
+    @rule(passed=st.sampled_from([0.0, 1.0, 3.0, 6.0]))
+    def renew(self, passed: float) -> None:
+        self.now += passed
+        self.it.renew(self.now)
+        heard = {m.incarnation: set(m.leases) for m in self.hear() if isinstance(m, Renew)}
+        for peer in {key for key, _ in self.holders}:
+            wanted = {lease for key, lease in self.holders if key == peer}
+            since = self.now - self.renewed[peer]
+            if peer.incarnation in heard:
+                assert heard.pop(peer.incarnation) == wanted
+                assert since >= 3.0
+                self.renewed[peer] = self.now
+            else:
+                assert since < RENEW_S
+        assert heard == {}
+
+    @invariant()
+    def what_is_asked_has_no_answer_yet(self) -> None:
+        assert all(self.it.peer(peer, self.now) is None for peer in self.asked)
+
+
+Conversation.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+TestConversation = Conversation.TestCase
+
+
+def test_a_producer_is_known_by_address_engine_and_start():
+    found = reference()
+    assert key_of(found) == PEER
+    for change in ({"address": "10.0.0.1:7001"}, {"engine": "q"}, {"incarnation": "p2"}):
+        assert key_of(with_fields(found, **change)) != PEER

@@ -1,0 +1,526 @@
+"""Loads over the in-process transport, moved on by hand: what arrives, what is said of it, and when, whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvferry.errors import MismatchError, TransportError
+from kvferry.session import Ferry, Lease, Meeting, Outcome, PeerKey, Release, Welcome, Words, meet
+from kvferry.transport import NixlOptions, NixlTransport, Storage
+from kvferry.transport.faults import Delay, Drop, Duplicate, LateLanding, PeerDeath, Reorder
+from session_dock import PATIENCE_S, TIMEOUT_S, Berth, Dock, berths, case, dock
+from transport_suite import until
+
+PAIRS = [(1, 1), (1, 2), (2, 1), (4, 2)]
+ENOUGH = 8
+
+
+def errors(outcomes: Sequence[Outcome]) -> list[str]:
+    return [outcome.error for outcome in outcomes]
+
+
+def loaded(made: Dock, request: str = "again") -> None:
+    """A load that is handed in now arrives, whole."""
+    made.hand_in(made.load(made.lease(request), request))
+    assert errors(made.step(ENOUGH)) == [""] * len(made.ferries)
+    assert made.differing() == []
+
+
+def nothing_left(made: Dock) -> None:
+    """No read is held, and every landing place is free."""
+    made.step()
+    assert made.free_landings == [8] * len(made.ferries)
+    assert all(not end._reads for end in made.ends)
+
+
+def memory(made: Dock) -> list[np.ndarray]:
+    return [buffer for rank in made.world.consumers.values() for buffer in rank.buffers]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(("tp_p", "tp_d"), PAIRS)
+@pytest.mark.parametrize(("tokens", "start"), [(21, 0), (24, 0), (21, 8)])
+def test_every_byte_arrives_and_as_many_as_were_predicted(hybrid, tp_p, tp_d, tokens, start):
+    made = dock(case(hybrid, tp_p, tp_d, tokens, start))
+    made.hand_in(made.load(made.lease()))
+    outcomes = made.step(ENOUGH)
+    assert errors(outcomes) == [""] * tp_d
+    assert made.differing() == []
+    assert [o.moved for o in outcomes] == [made.world.expected[rank].moved for rank in made.world.consumers]
+    assert all(o.moved == o.predicted > 0 and o.runs > 0 and o.tokens == tokens - start for o in outcomes)
+    assert tokens == 24 or sum(made.filled) > 0
+    nothing_left(made)
+
+
+def test_nothing_is_said_before_the_words_were_read():
+    made = dock(case(True, 2, 1))
+    made.hand_in(made.load(made.lease()))
+    assert made.step() == []
+    assert made.step() == []
+    assert made.differing() == []
+    assert errors(made.step()) == [""]
+
+
+@pytest.mark.parametrize("steps", range(3))
+@pytest.mark.parametrize("ending", ["released", "expired"])
+def test_a_lease_that_ends_before_its_words_are_read_fails_the_load(steps, ending):
+    made = dock(case(False, 1, 1))
+    lease = made.lease()
+    made.hand_in(made.load(lease))
+    assert made.step(steps) == []
+    if ending == "released":
+        made.producer.receive(Release("1", lease, "another"), made.clock.now)
+    else:
+        made.producer.expire(made.clock.now + 60)
+    made.turn()
+    (error,) = errors(made.step(ENOUGH))
+    assert "has given the blocks of the reference away" in error
+    nothing_left(made)
+
+
+def test_one_rank_whose_word_is_dead_fails_the_load():
+    made = dock(case(False, 2, 1))
+    lease = made.lease()
+    made.berths[1].words.kill(lease)
+    made.hand_in(made.load(lease))
+    assert "given the blocks" in errors(made.step(ENOUGH))[0]
+
+
+def test_a_slot_that_has_another_lease_while_bytes_are_under_way_fails_the_load():
+    made = dock(case(False, 1, 1), {0: [Delay(polls=5)]}, slots=1)
+    lease = made.lease()
+    made.hand_in(made.load(lease))
+    made.step(3)
+    made.producer.receive(Release("1", lease, "another"), made.clock.now)
+    made.turn()
+    assert made.lease("other").slot == lease.slot
+    assert "given the blocks" in errors(made.step(2 * ENOUGH))[0]
+
+
+def test_a_reference_that_is_replayed_after_its_slot_was_reused_fails():
+    made = dock(case(False, 1, 2), slots=1)
+    lease = made.lease()
+    made.hand_in(made.load(lease))
+    assert errors(made.step(ENOUGH)) == ["", ""]
+    made.producer.receive(Release("1", lease, "reader"), made.clock.now)
+    made.turn()
+    other = made.lease("other")
+    assert (other.slot, other.generation != lease.generation) == (lease.slot, True)
+    made.hand_in(made.load(lease, "replayed"))
+    assert all("for a second time" in error for error in errors(made.step(ENOUGH)))
+    made.hand_in(made.load(other, "other"))
+    assert errors(made.step(ENOUGH)) == ["", ""]
+    nothing_left(made)
+
+
+def test_two_loads_of_one_lease_both_arrive():
+    made = dock(case(True, 2, 1))
+    lease = made.lease()
+    made.hand_in(made.load(lease, "one"))
+    made.hand_in(made.load(lease, "two"))
+    assert sorted((o.request, o.error) for o in made.step(ENOUGH)) == [("one", ""), ("two", "")]
+    assert made.differing() == []
+    nothing_left(made)
+
+
+def test_bytes_that_never_arrive_fail_the_load_once_and_the_next_one_arrives():
+    made = dock(case(True, 1, 1), {0: [Drop()]})
+    made.hand_in(made.load(made.lease()))
+    assert made.step(20) == []
+    made.clock.now = TIMEOUT_S + 1
+    assert ["nothing arrived for 30 s" in error for error in errors(made.step(ENOUGH))] == [True]
+    nothing_left(made)
+    loaded(made)
+
+
+def test_a_word_that_never_arrives_fails_the_load():
+    made = dock(case(True, 1, 1), {1: [Drop()]})
+    made.hand_in(made.load(made.lease()))
+    assert made.step(20) == []
+    made.clock.now = TIMEOUT_S + 1
+    assert ["nothing arrived for 30 s" in error for error in errors(made.step(ENOUGH))] == [True]
+    nothing_left(made)
+    loaded(made)
+
+
+@pytest.mark.parametrize("read", [0, 1, 2, 3])
+def test_nothing_is_said_of_a_load_while_its_bytes_may_still_land(read):
+    made = dock(case(True, 2, 1), {read: [LateLanding(releases=5)]})
+    made.hand_in(made.load(made.lease()))
+    end = made.ends[0]
+    outcomes: list[Outcome] = []
+    for _ in range(20):
+        unsafe = bool(end._reads)
+        outcomes += made.step()
+        if outcomes:
+            break
+    assert unsafe
+    assert [("may still land" in o.error) for o in outcomes] == [True]
+    assert not end._reads
+    after = [buffer.copy() for buffer in memory(made)]
+    landed = [words._words.copy() for words in made.landings]
+    assert made.step(20) == []
+    assert all(np.array_equal(a, b) for a, b in zip(after, memory(made), strict=True))
+    assert all(np.array_equal(a, w._words) for a, w in zip(landed, made.landings, strict=True))
+    nothing_left(made)
+    loaded(made)
+
+
+def test_bytes_that_land_twice_are_seen_to_before_the_words_are_read():
+    made = dock(case(False, 1, 1), {0: [Duplicate("bytes")], 1: [Duplicate("bytes")]})
+    made.hand_in(made.load(made.lease()))
+    assert errors(made.step(ENOUGH)) == [""]
+    after = [buffer.copy() for buffer in memory(made)]
+    made.world.producers[0, 0].buffers[0][:] = 0
+    made.step(ENOUGH)
+    assert all(np.array_equal(a, b) for a, b in zip(after, memory(made), strict=True))
+
+
+def test_a_producer_that_dies_fails_its_loads_once_each_and_its_next_start_is_read():
+    made = dock(case(False, 1, 1), {0: [PeerDeath(after_runs=3)]})
+    lease = made.lease()
+    for name in ("a", "b"):
+        made.hand_in(made.load(lease, name))
+    found = made.step(ENOUGH)
+    made.hand_in(made.load(lease, "c"))
+    found += made.step(ENOUGH)
+    assert sorted(o.request for o in found) == ["a", "b", "c"]
+    assert all("died" in o.error for o in found)
+    nothing_left(made)
+    restarted = restart(made, "2")
+    made.hand_in(made.load(made.lease("d"), "d", peer=restarted))
+    assert errors(made.step(ENOUGH)) == [""]
+    assert made.differing() == []
+
+
+def restart(made: Dock, incarnation: str) -> PeerKey:
+    """The producer's memory under a new start, met by every ferry."""
+    manifests = [replace(b.manifest, identity=replace(b.manifest.identity, incarnation=incarnation)) for b in made.berths]
+    made.berths = berths(made.world, manifests, made.harbour, 8)
+    welcome = Welcome("P", incarnation, 60.0, tuple(b.card for b in made.berths))
+    peer = PeerKey(made.peer.address, "P", incarnation)
+    for ferry in made.ferries:
+        ferry.meet(meet(peer, welcome, made.consumers))
+    return peer
+
+
+def test_loads_wait_for_a_broken_connection_to_be_let_go_and_then_cross_over_a_new_one():
+    made = dock(case(False, 2, 1), {1: [LateLanding(releases=6)]})
+    made.hand_in(made.load(made.lease("a"), "a"))
+    assert made.step(3) == []
+    made.hand_in(made.load(made.lease("b"), "b"))
+    outcomes = made.step(20)
+    assert [(o.request, bool(o.error)) for o in outcomes] == [("a", True), ("b", False)]
+    assert made.differing() == []
+
+
+def test_a_stopped_producer_keeps_its_loads_and_later_ones_are_told_after_a_while():
+    made = dock(case(False, 1, 1))
+    name = made.berths[0].transport.name
+    made.harbour.stop(name)
+    made.hand_in(made.load(made.lease("a"), "a"))
+    made.step()
+    made.clock.now = TIMEOUT_S + 1
+    made.step()
+    made.hand_in(made.load(made.lease("b"), "b"))
+    assert made.step(20) == []
+    made.clock.now += PATIENCE_S
+    (second,) = made.step(20)
+    assert second.request == "b"
+    assert "its connection broke, and reads over it have not ended in 5 s" in second.error
+    made.harbour.resume(name)
+    (first,) = made.step(ENOUGH)
+    assert (first.request, "nothing arrived" in first.error) == ("a", True)
+    nothing_left(made)
+    loaded(made)
+
+
+def test_loads_that_share_a_connection_that_breaks_are_each_reported_once_with_the_reason():
+    made = dock(case(True, 2, 1), {0: [LateLanding(releases=2)], 2: [Delay(polls=50)], 4: [Delay(polls=50)]})
+    lease = made.lease()
+    for name in ("a", "b", "c"):
+        made.hand_in(made.load(lease, name))
+    made.step(2)
+    made.hand_in(made.load(lease, "later"))
+    found = {o.request: o.error for o in made.step(30)}
+    assert sorted(found) == ["a", "b", "c", "later"]
+    assert all("the read was lost, and may still land" in found[name] for name in ("a", "b", "c"))
+    assert found["later"] == ""
+    assert made.differing() == []
+    assert made.step(ENOUGH) == []
+    nothing_left(made)
+
+
+def failing(method: Callable[..., Any], number: int, error: Exception) -> Callable[..., Any]:
+    """`method`, but for its call `number`."""
+    calls = iter(range(1000))
+
+    def called(*arguments: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return method(*arguments)
+
+    return called
+
+
+@pytest.mark.parametrize("error", [TransportError("refused"), RuntimeError("unheard of")])
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [("connect", 0), ("connect", 1), *(("prepare", i) for i in range(4)), *(("read", i) for i in range(4))]
+    + [(method, i) for method in ("poll", "telemetry") for i in range(2)],
+)
+def test_a_call_that_raises_half_way_fails_that_load_and_leaves_nothing_behind(monkeypatch, method, number, error):
+    made = dock(case(True, 2, 1))
+    end = made.ends[0]
+    monkeypatch.setattr(end, method, failing(getattr(end, method), number, error))
+    made.hand_in(made.load(made.lease()))
+    (outcome,) = made.step(20)
+    assert str(error) in outcome.error
+    assert outcome.moved == 0
+    nothing_left(made)
+    loaded(made)
+
+
+def test_a_producer_of_which_one_rank_cannot_be_reached_is_never_taken_for_connected():
+    made = dock(case(False, 2, 1))
+    made.harbour.kill(made.berths[1].transport.name)
+    for name in ("a", "b", "c"):
+        made.hand_in(made.load(made.lease(name), name))
+        assert ["is not in this harbour" in error for error in errors(made.step(ENOUGH))] == [True]
+    assert not made.ends[0]._peers
+    assert not made.ends[0]._prepared
+
+
+def test_a_release_that_raises_is_asked_again(monkeypatch):
+    made = dock(case(False, 1, 1), {0: [LateLanding(releases=1)]})
+    end = made.ends[0]
+    monkeypatch.setattr(end, "release", failing(end.release, 0, RuntimeError("not now")))
+    made.hand_in(made.load(made.lease()))
+    assert ["may still land" in error for error in errors(made.step(20))] == [True]
+    nothing_left(made)
+
+
+def test_a_read_that_is_done_and_not_let_go_is_asked_for_until_it_is(monkeypatch):
+    made = dock(case(False, 1, 1))
+    end, refusals = made.ends[0], iter([False] * 5)
+    release = end.release
+    monkeypatch.setattr(end, "release", lambda read: next(refusals, True) and release(read))
+    made.hand_in(made.load(made.lease()))
+    assert errors(made.step(ENOUGH)) == [""]
+    assert next(refusals, None) is None
+    nothing_left(made)
+
+
+def test_a_peer_that_cannot_be_forgotten_is_connected_again(monkeypatch):
+    made = dock(case(False, 1, 1), {0: [LateLanding(releases=1)]})
+    end = made.ends[0]
+    monkeypatch.setattr(end, "forget", failing(end.forget, 0, RuntimeError("not now")))
+    made.hand_in(made.load(made.lease()))
+    assert ["may still land" in error for error in errors(made.step(20))] == [True]
+    loaded(made)
+
+
+def test_an_outcome_is_said_even_where_the_path_is_not_known(monkeypatch):
+    made = dock(case(False, 1, 1))
+
+    def path(peer: str) -> None:
+        raise TransportError(f"{peer} is not connected")
+
+    monkeypatch.setattr(made.ends[0], "path", path)
+    made.hand_in(made.load(made.lease()))
+    assert errors(made.step(ENOUGH)) == [""]
+
+
+BAD = {
+    "a block past the producer's last": {"src": {0: [1, 2, 3, 4, 5, 24]}},
+    "a huge block": {"src": {0: [1, 2, 3, 4, 5, 1 << 40]}},
+    "a negative block": {"src": {0: [1, 2, 3, 4, 5, -2]}},
+    "a hole where a block is needed": {"src": {0: [1, 2, -1, 4, 5, 6]}},
+    "too few blocks": {"src": {0: [1, 2]}},
+    "no table": {"src": {}},
+    "one block for many": {"src": {0: 3}},
+    "text": {"src": {0: ["1", "2", "3", "4", "5", "6"]}},
+    "a nested list": {"src": {0: [[1, 2, 3, 4, 5, 6]]}},
+    "nothing": {"src": {0: None}},
+    "a block of ours twice": {"dst": {0: [1, 1, 2]}},
+    "a block past our last": {"dst": {0: [1, 2, 24]}},
+    "more tokens than blocks": {"tokens": 1 << 40},
+    "tokens before the first": {"start": -1},
+    "a start past the end": {"start": 22},
+    "a start inside a block": {"start": 3},
+    "a slot past the last": {"lease": Lease(8, 1)},
+    "a slot among the producer's landing places": {"lease": Lease(9, 1)},
+    "a huge slot": {"lease": Lease(1 << 40, 1)},
+    "a negative slot": {"lease": Lease(-1, 1)},
+    "a lease that never was": {"lease": Lease(5, 1)},
+    "the number of a dead word": {"lease": Lease(5, 0)},
+    "a producer that was never met": {"peer": PeerKey("127.0.0.1:1", "P", "0")},
+}
+
+
+@pytest.mark.parametrize("changed", BAD.values(), ids=BAD)
+def test_a_load_that_makes_no_sense_is_an_error_and_nothing_else(changed):
+    made = dock(case(False, 1, 1))
+    lease = made.lease()
+    if changed == BAD["the number of a dead word"]:
+        made.berths[0].words.live(Lease(5, 7))
+    made.hand_in(made.load(lease, "bad", **changed))
+    made.hand_in(made.load(lease, "good"))
+    found = {o.request: o.error for o in made.step(ENOUGH)}
+    assert sorted(found) == ["bad", "good"]
+    assert found["bad"]
+    assert found["good"] == ""
+    nothing_left(made)
+
+
+def test_a_load_that_finds_no_landing_place_is_an_error_and_gives_back_those_it_had():
+    made = dock(case(False, 2, 1), landings=3)
+    lease = made.lease()
+    for name in ("a", "b"):
+        made.hand_in(made.load(lease, name))
+    found = {o.request: o.error for o in made.step(ENOUGH)}
+    assert found["a"] == ""
+    assert "no landing place" in found["b"]
+    assert made.free_landings == [3]
+    loaded(made)
+
+
+def test_a_second_meeting_changes_nothing():
+    made = dock(case(True, 2, 1), {0: [Delay(polls=3)]})
+    made.hand_in(made.load(made.lease()))
+    made.step()
+    made.ferries[0].meet(made.meeting)
+    assert errors(made.step(ENOUGH)) == [""]
+    loaded(made)
+    assert len(made.ends[0]._prepared) == 4
+
+
+def test_a_meeting_without_a_plan_for_this_rank_is_logged_and_the_ferry_goes_on(caplog):
+    made = dock(case(False, 1, 1))
+    peer = PeerKey("127.0.0.1:1", "other", "1")
+    made.ferries[0].meet(Meeting(peer, made.meeting.cards, ()))
+    made.hand_in(made.load(made.lease(), "of another", peer=peer))
+    with caplog.at_level(logging.ERROR):
+        assert ["was never met" in error for error in errors(made.step(ENOUGH))] == [True]
+    assert "nothing can be read from other" in caplog.text
+    loaded(made)
+
+
+def test_a_forgotten_producer_leaves_nothing_and_can_be_met_again():
+    made = dock(case(True, 2, 1))
+    loaded(made, "first")
+    made.ferries[0].forget(made.peer)
+    made.step()
+    assert not made.ends[0]._peers
+    made.hand_in(made.load(made.lease("gone"), "gone"))
+    assert ["was never met" in error for error in errors(made.step())] == [True]
+    made.ferries[0].meet(made.meeting)
+    loaded(made)
+
+
+def test_one_producer_by_two_addresses_is_read_by_either_when_the_other_broke():
+    made = dock(case(False, 2, 1), {4: [LateLanding(releases=3)]})
+    twin = PeerKey("localhost:7000", "P", "1")
+    made.ferries[0].meet(Meeting(twin, made.meeting.cards, made.meeting.plans))
+    made.hand_in(made.load(made.lease("a"), "a", peer=twin))
+    assert errors(made.step(ENOUGH)) == [""]
+    made.hand_in(made.load(made.lease("b"), "b"))
+    made.hand_in(made.load(made.lease("c"), "c", peer=twin))
+    assert [bool(error) for error in errors(made.step(20))] == [True, True]
+    made.hand_in(made.load(made.lease("d"), "d", peer=twin))
+    assert errors(made.step(ENOUGH)) == [""]
+    loaded(made)
+
+
+def test_a_producer_whose_words_cannot_be_read_is_refused_when_it_is_met():
+    made = dock(case(False, 1, 1))
+    card = made.berths[0].card
+    welcome = Welcome("P", "1", 60.0, (replace(card, words=card.caches),))
+    with pytest.raises(MismatchError):
+        meet(made.peer, welcome, made.consumers)
+
+
+faults = st.one_of(
+    st.builds(Drop),
+    st.builds(Delay, polls=st.integers(0, 6)),
+    st.builds(LateLanding, releases=st.integers(0, 6)),
+    st.builds(Reorder, seed=st.integers(0, 5), polls=st.integers(1, 4)),
+    st.just(Duplicate("bytes")),
+)
+
+
+@settings(max_examples=60)
+@given(
+    scripts=st.dictionaries(st.integers(0, 16), st.lists(faults, min_size=1, max_size=2), max_size=6),
+    loads=st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=6),
+    hybrid=st.booleans(),
+)
+def test_every_load_has_one_outcome_and_success_means_every_byte(scripts, loads, hybrid):
+    """Loads come with pauses of some steps between them; of some the lease ends while they are under way."""
+    made = dock(case(hybrid, 2, 1), scripts)
+    said: list[Outcome] = []
+    for number, (pause, ends) in enumerate(loads):
+        name = f"r{number}"
+        lease = made.lease(name)
+        made.hand_in(made.load(lease, name))
+        said += made.step(pause)
+        if ends:
+            made.producer.receive(Release("1", lease, "another"), made.clock.now)
+            made.turn()
+    for _ in range(len(loads) + 2):
+        said += made.step(40)
+        made.clock.now += TIMEOUT_S + 1
+    assert sorted(o.request for o in said) == sorted(f"r{i}" for i in range(len(loads)))
+    if any(not o.error for o in said):
+        assert made.differing() == []
+        assert all(o.moved == o.predicted > 0 for o in said if not o.error)
+    nothing_left(made)
+    made.ends[0]._faults.clear()
+    loaded(made)
+
+
+def test_the_thread_carries_loads_over_nixl():
+    """Two agents of one process, the producer's kept going by a ferry of its own."""
+    pytest.importorskip("nixl_cu12")
+    made = dock(case(True, 1, 1))
+    options = NixlOptions(progress_thread=False)
+    rank = made.world.producers[0, 0]
+    source, words = NixlTransport("p", options), made.berths[0].words
+    source.register([*(Storage(b.ctypes.data, b.nbytes) for b in rank.buffers), words.storage])
+    card = Berth(made.berths[0].manifest, words, source).card  # type: ignore[arg-type]
+    welcome = Welcome("P", "1", 60.0, (card,))
+    meeting = meet(made.peer, welcome, made.consumers)
+    landing = Words(4, made.consumers[0].identity)
+    target = NixlTransport("d", options)
+    here = made.world.consumers[0, 0]
+    target.register([*(Storage(b.ctypes.data, b.nbytes) for b in here.buffers), landing.storage])
+    ferries = [Ferry(target, landing, 0, made.ferries[0]._fill), Ferry(source, words, 0, lambda fills: None)]
+    try:
+        for ferry in ferries:
+            ferry.start()
+        ferries[0].meet(meeting)
+        lease = made.lease()
+        for name in ("a", "b"):
+            ferries[0].load(made.load(lease, name))
+        said: list[Outcome] = []
+        until(lambda: said.extend(ferries[0].outcomes()) or len(said) == 2, "two outcomes")
+        assert errors(said) == ["", ""]
+        assert made.differing() == []
+        assert all(o.moved == o.predicted > 0 for o in said)
+        words.kill(lease)
+        ferries[0].load(made.load(lease, "late"))
+        until(lambda: said.extend(ferries[0].outcomes()) or len(said) == 3, "an outcome")
+        assert "given the blocks" in said[-1].error
+    finally:
+        for ferry in ferries:
+            ferry.close()
+    assert not any(ferry._thread.is_alive() for ferry in ferries)
+    assert target.closed

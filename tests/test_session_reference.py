@@ -1,0 +1,262 @@
+"""References as a router relays them: they come back as they were, or are refused as damaged, and never do anything else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import BadReferenceError
+from kvferry.session import Lease, Reference, digest, from_params, to_params
+
+GOOD = Reference(
+    "10.0.0.1:7000", "engine", "3f", "request", Lease(3, (1 << 63) - 1), 40, {"0": [1, -1, 3], "1": 7, "12": []}, "ab12"
+)
+
+names = st.text(min_size=1, max_size=30)
+blocks = st.integers(-1, 1 << 40)
+references = st.builds(
+    Reference,
+    address=st.sampled_from(["10.0.0.1:7000", "[fe80::1%eth0]:1", "::1:65535", "host-1.example_x:0"]),
+    engine=names,
+    incarnation=names,
+    request=names,
+    lease=st.builds(Lease, slot=st.integers(0, 1 << 40), generation=st.integers(1, (1 << 63) - 1)),
+    tokens=st.integers(1, 1 << 40),
+    blocks=st.dictionaries(st.integers(0, 10**9 - 1).map(str), st.one_of(blocks, st.lists(blocks, max_size=5)), max_size=4),
+    digest=names,
+)
+
+
+@given(references)
+def test_a_reference_comes_back_from_json_as_it_was(reference):
+    relayed = json.loads(json.dumps(to_params(reference)))
+    assert from_params(relayed) == reference
+    assert from_params(relayed).tables == {int(group): table for group, table in reference.blocks.items()}
+
+
+@given(references)
+def test_a_router_that_keeps_53_bits_of_a_number_changes_nothing(reference):
+    def lossy(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: lossy(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [lossy(inner) for inner in value]
+        return int(float(value)) if isinstance(value, int) else value
+
+    assert from_params(lossy(to_params(reference))) == reference
+
+
+def test_a_generation_may_be_a_number_and_newer_fields_are_ignored():
+    params = to_params(GOOD)
+    params["lease"]["generation"] = 17
+    params["remark"] = {"of": ["a newer producer"]}
+    assert from_params(params).lease == Lease(3, 17)
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in inner:
+        yield from paths(child, (*path, key))
+
+
+def changed(path: tuple[Any, ...], to: Any) -> Any:
+    params = copy.deepcopy(to_params(GOOD))
+    at = params
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = to
+    return params
+
+
+FIELDS = ["address", "engine", "incarnation", "request", "lease", "tokens", "blocks", "digest", "version"]
+WRONG: list[Any] = [None, True, -2, 1.5, "", [], {}, [[]], {"a": 1}, "\ud800", float("nan"), float("inf"), b"x", object()]
+HUGE = [1 << 64, -(1 << 64), 10**400, "x" * 257, "9" * 5000]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_that_is_missing_is_named(field):
+    params = to_params(GOOD)
+    del params[field]
+    with pytest.raises(BadReferenceError, match=field):
+        from_params(params)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", [*WRONG, *HUGE], ids=lambda value: type(value).__name__)
+def test_a_field_of_a_wrong_kind_is_refused(field, value):
+    if field == "blocks" and value == {}:
+        assert from_params(changed((field,), value)).tables == {}
+        return
+    with pytest.raises(BadReferenceError):
+        from_params(changed((field,), value))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, 1, "text", [], [to_params(GOOD)], b"", {}, {"version": 1}, {1: 2}, {"version": [[[]]] * 1000}],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_reference_at_all_is_refused(params):
+    with pytest.raises(BadReferenceError):
+        from_params(params)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", True, 1 << 70, 10**5000, None, [], {}], ids=lambda value: type(value).__name__)
+def test_another_version_is_refused_and_both_are_named(version):
+    with pytest.raises(BadReferenceError) as caught:
+        from_params(changed(("version",), version))
+    assert "version" in str(caught.value) or "`int`" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "generation", ["", "0", "-1", "1.0", "0x1", "9" * 19, "1" * 20, " 1", "1\n", "²", None, 0, -1, 1 << 63]
+)
+def test_generations_that_no_lease_has_are_refused(generation):
+    with pytest.raises(BadReferenceError):
+        from_params(changed(("lease", "generation"), generation))
+
+
+@pytest.mark.parametrize("group", ["", "00", "01", "-1", "1\n", "1 ", "x", "1" * 10, "٣"])
+def test_group_ids_are_written_in_one_way_only(group):
+    with pytest.raises(BadReferenceError):
+        from_params(changed(("blocks",), {group: [1]}))
+
+
+@pytest.mark.parametrize(
+    "address", ["", "host", ":1", "host:", "host:x", "host:123456", "a b:1", "a\0b:1", "host:1\n", "tcp://host:1", "é:1", "h:٣"]
+)
+def test_addresses_that_cannot_be_dialled_are_refused(address):
+    with pytest.raises(BadReferenceError, match="address"):
+        from_params(changed(("address",), address))
+
+
+def test_a_refusal_is_short_however_long_the_damage():
+    long = "x" * 1_000_000
+    for params in (changed(("version",), long), changed(("lease",), {**to_params(GOOD)["lease"], long: 1})):
+        with pytest.raises(BadReferenceError) as caught:
+            from_params(params)
+        assert len(str(caught.value)) < 500
+
+
+def test_nesting_beyond_reason_is_refused():
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    for field in FIELDS:
+        with pytest.raises(BadReferenceError):
+            from_params({**to_params(GOOD), field: deep})
+    while deep:
+        deep = deep.pop()
+
+
+def mutant(rng: random.Random) -> Any:
+    params = copy.deepcopy(to_params(GOOD))
+    for _ in range(rng.randint(1, 3)):
+        at, found = params, list(paths(params))
+        if not found:
+            break
+        path = rng.choice(found)
+        for key in path[:-1]:
+            at = at[key]
+        kind = rng.randrange(4)
+        if kind == 0:
+            del at[path[-1]]
+        elif kind == 1:
+            at[path[-1]] = rng.choice([*WRONG, *HUGE])
+        elif kind == 2:
+            at[path[-1]] = rng.choice([at[path[-1]], [at[path[-1]]], {"0": at[path[-1]]}, str(at[path[-1]])])
+        elif isinstance(at, dict):
+            at[rng.choice(["0", "x", "lease", "slot", "version", ""])] = rng.choice(WRONG)
+    return params
+
+
+def readable(params: Any) -> Reference | None:
+    try:
+        return from_params(params)
+    except BadReferenceError:
+        return None
+
+
+def test_mutants_are_references_or_damaged_and_nothing_else():
+    rng = random.Random(5)
+    found = [readable(mutant(rng)) for _ in range(5000)]
+    assert 3000 < found.count(None) < 5000
+    for reference in filter(None, found):
+        assert from_params(json.loads(json.dumps(to_params(reference)))) == reference
+
+
+def parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def test_text_that_a_router_cut_or_flipped_is_a_reference_or_damaged():
+    rng = random.Random(6)
+    text = json.dumps(to_params(GOOD))
+    places = [rng.randrange(len(text)) for _ in range(3000)]
+    flipped = [text[:at] + rng.choice('09"{}[],:-.ex\\ ') + text[at + 1 :] for at in places]
+    found = [readable(parsed(damaged)) for damaged in (*flipped, *(text[:at] + text[at + 1 :] for at in places))]
+    assert 0 < found.count(None) < len(found)
+    for reference in filter(None, found):
+        assert from_params(json.loads(json.dumps(to_params(reference)))) == reference
+
+
+WHAT = st.tuples(
+    st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=4),
+    st.text(max_size=4),
+    st.lists(st.tuples(st.text(max_size=3), st.integers(0, 1 << 40)), max_size=3),
+    st.text(max_size=4),
+)
+
+
+@settings(max_examples=500)
+@given(one=WHAT, other=WHAT)
+def test_digests_are_equal_for_equal_prefixes_only(one, other):
+    found, compared = (digest(t, adapter=a, media=m, salt=s) for t, a, m, s in (one, other))
+    assert (found == compared) == (one == other)
+
+
+def test_each_field_changes_the_digest_and_none_runs_into_the_next():
+    found = [
+        digest([]),
+        digest([0]),
+        digest([0, 0]),
+        digest([1]),
+        digest([], adapter="a"),
+        digest([], salt="a"),
+        digest([], adapter="a", salt="b"),
+        digest([], adapter="ab"),
+        digest([], salt="ab"),
+        digest([], adapter="b", salt="a"),
+        digest([], media=[("a", 0)]),
+        digest([], media=[("a", 1)]),
+        digest([], media=[("", 0)]),
+        digest([], media=[("", 0), ("", 0)]),
+        digest([], media=[("a", 0), ("b", 0)]),
+        digest([], media=[("b", 0), ("a", 0)]),
+        digest([], media=[("ab", 0)]),
+        digest([], media=[("a", 0)], salt="b"),
+        digest([int.from_bytes(b'[1,"xxxx', "little")]),
+        digest([], adapter="\ud83d\ude00"),
+        digest([], adapter="😀"),
+        digest([], adapter="\ud800"),
+    ]
+    assert len(set(found)) == len(found)
+    assert all(len(text) == 32 for text in found)
+
+
+def test_a_digest_is_the_same_in_every_process_and_for_every_kind_of_sequence():
+    assert digest([1, 2, 3]) == digest((1, 2, 3)) == digest(range(1, 4))
+    assert digest([1, 2, 3], adapter="lora", media=[("image", 1)], salt="s") == "207529e2956a11776e8fd12d79da51b3"

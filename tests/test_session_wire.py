@@ -1,0 +1,422 @@
+"""The session's channel over real sockets of this machine: what is answered, what is refused, and that nothing ends it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvferry.errors import DecodeError, SessionError
+from kvferry.session import (
+    Card,
+    Courier,
+    Hello,
+    Key,
+    Lease,
+    Listener,
+    PeerKey,
+    Reference,
+    Refusal,
+    Release,
+    Renew,
+    Welcome,
+    Words,
+    read_key,
+)
+from kvferry.session import wire as module
+from kvferry.session.key import is_loopback, split_address
+from kvferry.session.messages import MAX_REQUEST, pack, unpack_reply
+from kvferry.session.wire import ask
+from pairs import manifests_of
+from transport_suite import until
+
+HELLO = Hello("consumer", "d1")
+CACHES = manifests_of("blocks of 12 to 8")[0]
+PATIENCE_S = 20.0
+SHORT_S = 0.3
+
+
+def welcome(incarnation: str = "p1", lease_s: float = 60.0, transport: bytes = b"metadata") -> Welcome:
+    return Welcome("producer", incarnation, lease_s, (Card(CACHES, Words(2, CACHES.identity).manifest, transport),))
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    opened: list[Any] = []
+
+    def keep(thing: Any) -> Any:
+        opened.append(thing)
+        return thing
+
+    yield keep
+    for thing in reversed(opened):
+        thing.close()
+
+
+@pytest.fixture
+def listener(closing) -> Listener:
+    made = closing(Listener("127.0.0.1:0"))
+    made.welcome(welcome())
+    return made
+
+
+def key_in(folder: Path, name: str, content: str = "") -> Key:
+    path = folder / name
+    path.write_text(content or f"{name:=>40}\n")
+    return read_key(path)
+
+
+def at(listener: Listener) -> str:
+    return f"127.0.0.1:{listener.port}"
+
+
+def reference(address: str, slot: int = 0, incarnation: str = "p1") -> Reference:
+    return Reference(address, "producer", incarnation, "r", Lease(slot, 7), 5, {"0": [1]}, "digest")
+
+
+def met(peer: PeerKey, found: Welcome) -> str:
+    return f"{found.engine} {found.incarnation}"
+
+
+def taken(listener: Listener, count: int) -> list[Renew | Release]:
+    out: list[Renew | Release] = []
+    until(lambda: out.extend(listener.take()) or len(out) >= count, f"{count} messages")
+    return out
+
+
+def answer(courier: Courier[str], found: Reference) -> str:
+    until(lambda: courier.peer(found) is not None, "an answer")
+    said = courier.peer(found)
+    assert said is not None
+    return said
+
+
+def test_a_hello_is_answered_with_the_welcome(listener):
+    assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+
+
+def test_a_welcome_of_many_megabytes_arrives_whole_at_many(listener, closing):
+    cards = tuple(Card(CACHES, CACHES, bytes([i]) * (1 << 20)) for i in range(24))
+    large = Welcome("producer", "p1", 60.0, cards)
+    listener.welcome(large)
+    for _ in range(3):
+        assert ask(at(listener), HELLO, None, PATIENCE_S) == large
+
+
+def test_a_welcome_beyond_the_cap_is_not_taken_in(listener, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WELCOME", 100)
+    with pytest.raises(SessionError, match="does not answer"):
+        ask(at(listener), HELLO, None, SHORT_S)
+
+
+def test_an_engine_that_is_still_starting_says_so(closing):
+    made = closing(Listener("127.0.0.1:0"))
+    with pytest.raises(SessionError, match="refuses: this engine is still starting"):
+        ask(at(made), HELLO, None, PATIENCE_S)
+    made.welcome(welcome())
+    assert ask(at(made), HELLO, None, PATIENCE_S).incarnation == "p1"
+
+
+def test_another_version_of_the_session_is_refused_by_either_side(listener):
+    with pytest.raises(SessionError, match="sessions of version 2 are not spoken here, only 1"):
+        ask(at(listener), Hello("consumer", "d1", version=2), None, PATIENCE_S)
+    listener.welcome(Welcome("producer", "p1", 60.0, welcome().cards, version=2))
+    with pytest.raises(SessionError, match="speaks sessions of version 2, this side 1"):
+        ask(at(listener), HELLO, None, PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"garbage"],
+        [b"\xff" * 1000],
+        [b"\x91" * 50_000],
+        [b"", b""],
+        [b"x"] * 500,
+        [pack(Refusal("no"))],
+        [b"", pack(welcome())],
+        [bytes(MAX_REQUEST)],
+    ],
+    ids=["empty", "text", "high", "nested", "two empty", "many frames", "a reply", "a welcome", "long"],
+)
+def test_what_cannot_be_read_is_refused_and_the_next_greeting_answered(listener, frames):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as end:
+        end.setsockopt(zmq.LINGER, 0)
+        end.connect(f"tcp://{at(listener)}")
+        end.send_multipart(frames)
+        assert end.poll(PATIENCE_S * 1000)
+        assert isinstance(unpack_reply(end.recv()), Refusal)
+        end.send(pack(HELLO))
+        assert end.poll(PATIENCE_S * 1000)
+        assert unpack_reply(end.recv()) == welcome()
+    assert listener.refused == 1
+    assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+
+
+def test_a_message_beyond_the_cap_and_bytes_that_are_no_session_end_only_their_connection(listener):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as end:
+        end.setsockopt(zmq.LINGER, 0)
+        end.connect(f"tcp://{at(listener)}")
+        end.send(bytes(2 * MAX_REQUEST))
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"", bytes(100_000)):
+            with socket.create_connection(("127.0.0.1", listener.port), PATIENCE_S) as raw:
+                raw.sendall(data)
+        assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+    assert listener.take() == []
+
+
+def test_a_flood_of_greetings_keeps_few_answers_waiting_and_others_are_served(listener):
+    listener.welcome(welcome(transport=bytes(1 << 20)))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as end:
+        end.setsockopt(zmq.LINGER, 0)
+        end.setsockopt(zmq.RCVHWM, 1)
+        end.connect(f"tcp://{at(listener)}")
+        for _ in range(500):
+            end.send(pack(HELLO))
+        assert ask(at(listener), HELLO, None, PATIENCE_S).incarnation == "p1"
+
+
+def test_an_error_in_the_listener_itself_does_not_end_it(listener, monkeypatch):
+    failed = threading.Event()
+    unpack = module.unpack_request
+
+    def stumbles(data: bytes) -> Any:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("unheard of")
+        return unpack(data)
+
+    monkeypatch.setattr(module, "unpack_request", stumbles)
+    with pytest.raises(SessionError, match="does not answer"):
+        ask(at(listener), HELLO, None, SHORT_S)
+    assert failed.is_set()
+    assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+
+
+def test_words_that_nobody_takes_do_not_pile_up(listener, closing, monkeypatch):
+    monkeypatch.setattr(module, "_UNTAKEN", 10)
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    for slot in range(30):
+        courier.hold(f"r{slot}", reference(at(listener), slot))
+        courier.release(f"r{slot}", reference(at(listener), slot), "loaded")
+    until(lambda: len(listener._inbox) == 10, "ten messages")
+    assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+    assert len(listener.take()) == 10
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]", "192.0.2.1", "example.org"])
+def test_listening_beyond_this_machine_needs_a_key_and_the_error_says_how(host):
+    with pytest.raises(SessionError, match=r"needs a key: set key_file .* or listen on 127\.0\.0\.1"):
+        Listener(f"{host}:0")
+
+
+def test_with_a_key_it_listens_on_all_interfaces(closing, tmp_path):
+    made = closing(Listener("0.0.0.0:0", key_in(tmp_path, "one")))
+    made.welcome(welcome())
+    assert ask(at(made), HELLO, key_in(tmp_path, "one"), PATIENCE_S) == welcome()
+
+
+def test_an_address_that_is_taken_is_an_error_that_names_the_option(listener):
+    with pytest.raises(SessionError, match=f"cannot listen on {at(listener)}.*option listen"):
+        Listener(at(listener))
+
+
+def test_only_who_holds_the_same_key_is_answered(closing, tmp_path):
+    made = closing(Listener("127.0.0.1:0", key_in(tmp_path, "one")))
+    made.welcome(welcome())
+    assert ask(at(made), HELLO, key_in(tmp_path, "one"), PATIENCE_S) == welcome()
+    with pytest.raises(SessionError, match="has it another key, or none"):
+        ask(at(made), HELLO, key_in(tmp_path, "other"), SHORT_S)
+    with pytest.raises(SessionError, match=r"does it want a key \(key_file\)"):
+        ask(at(made), HELLO, None, SHORT_S)
+    assert ask(at(made), HELLO, key_in(tmp_path, "one"), PATIENCE_S) == welcome()
+
+
+def test_a_listener_without_a_key_does_not_answer_who_has_one(listener, tmp_path):
+    with pytest.raises(SessionError, match="has it another key, or none"):
+        ask(at(listener), HELLO, key_in(tmp_path, "one"), SHORT_S)
+
+
+def test_words_from_who_holds_no_key_are_not_heard(closing, tmp_path):
+    key = key_in(tmp_path, "one")
+    made = closing(Listener("127.0.0.1:0", key))
+    couriers = {name: closing(Courier(HELLO, k, SHORT_S, met)) for name, k in (("thief", None), ("reader", key))}
+    for slot, courier in enumerate(couriers.values()):
+        courier.hold("r", reference(at(made), slot))
+        courier.release("r", reference(at(made), slot), "")
+    assert [m.lease.slot for m in taken(made, 1) if isinstance(m, Release)] == [1]
+
+
+def free_address() -> str:
+    with socket.socket() as taken_for_now:
+        taken_for_now.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken_for_now.getsockname()[1]}"
+
+
+def test_where_nobody_listens_the_error_comes_at_once_and_says_so():
+    address = free_address()
+    with pytest.raises(SessionError, match=f"nobody listens at {address}.*refused"):
+        ask(address, HELLO, None, 3600.0)
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid:1", f"{'x' * 70}.invalid:1", "..:1"])
+def test_a_host_that_has_no_address_is_an_error_like_any_other(address):
+    with pytest.raises(SessionError, match="nobody listens at"):
+        ask(address, HELLO, None, SHORT_S)
+
+
+def test_a_producer_is_met_and_its_leases_are_renewed_and_released(closing):
+    made = closing(Listener("127.0.0.1:0"))
+    made.welcome(welcome(lease_s=0.3))
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier.hold("a", reference(at(made), 0))
+    courier.hold("b", reference(at(made), 1))
+    assert answer(courier, reference(at(made))) == "producer p1"
+    assert taken(made, 1)[0] == Renew("p1", (Lease(0, 7), Lease(1, 7)))
+    courier.release("a", reference(at(made), 0), "loaded")
+    courier.release("b", reference(at(made), 1), "failed")
+    heard: list[Renew | Release] = []
+    until(lambda: heard.extend(made.take()) or sum(isinstance(m, Release) for m in heard) == 2, "two releases")
+    notes = [(m.lease.slot, m.reader, m.note) for m in heard if isinstance(m, Release)]
+    assert notes == [(0, "consumer@d1", "loaded"), (1, "consumer@d1", "failed")]
+
+
+def test_a_reference_of_an_earlier_start_is_refused_with_the_reason(listener, closing):
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    stale = reference(at(listener), incarnation="p0")
+    courier.hold("a", stale)
+    assert "start p1; the reference is of producer, start p0: it is gone" in answer(courier, stale)
+    assert answer(courier, reference(at(listener))) == "producer p1"
+
+
+def test_a_reason_is_asked_about_again_after_a_pause(closing):
+    made = closing(Listener("127.0.0.1:0"))
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier._consumer._retry_s = 0.05
+    said: list[Any] = []
+    until(lambda: said.append(courier.peer(reference(at(made)))) or any(said), "a refusal")
+    assert "still starting" in said[-1]
+    made.welcome(welcome())
+    until(lambda: courier.peer(reference(at(made))) == "producer p1", "a welcome")
+
+
+@pytest.mark.parametrize("error", [SessionError("cannot be read"), RuntimeError("unheard of"), DecodeError("damaged")])
+def test_what_goes_wrong_in_meeting_a_producer_is_the_reason(listener, closing, error):
+    def meet(peer: PeerKey, found: Welcome) -> str:
+        raise error
+
+    courier = closing(Courier(HELLO, None, PATIENCE_S, meet))
+    courier.hold("a", reference(at(listener)))
+    assert str(error) in answer(courier, reference(at(listener)))
+    with pytest.raises(type(error)):
+        courier.introduce(at(listener))
+
+
+def test_a_producer_that_is_introduced_is_known_to_its_references(listener, closing):
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    assert courier.introduce(at(listener)) == "producer p1"
+    assert answer(courier, reference(at(listener))) == "producer p1"
+    with pytest.raises(SessionError, match="nobody listens"):
+        courier.introduce(free_address())
+
+
+def test_a_producer_that_restarted_at_its_address_is_met_anew_and_the_old_one_forgotten(listener, closing):
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    assert answer(courier, reference(at(listener))) == "producer p1"
+    assert courier.forgotten() == []
+    listener.welcome(welcome("p2"))
+    assert answer(courier, reference(at(listener), incarnation="p2")) == "producer p2"
+    gone: list[PeerKey] = []
+    until(lambda: gone.extend(courier.forgotten()) or bool(gone), "the old start")
+    assert gone == [PeerKey(at(listener), "producer", "p1")]
+
+
+def test_addresses_that_nobody_answers_keep_few_sockets_and_the_courier_goes_on(listener, closing, monkeypatch):
+    monkeypatch.setattr(module, "_ENDS", 3)
+    courier = closing(Courier(HELLO, None, SHORT_S, met))
+    for port in range(1, 12):
+        courier.hold(f"r{port}", reference(f"127.0.0.1:{port}"))
+        courier.release(f"r{port}", reference(f"127.0.0.1:{port}"), "")
+    for odd in ("127.0.0.1:99999", "a b:1", "\ud800:1", "h\0:1", ""):
+        courier.hold("odd", reference(odd))
+        courier.release("odd", reference(odd), "")
+    courier.hold("r", reference(at(listener)))
+    courier.release("r", reference(at(listener)), "loaded")
+    assert [m.lease for m in taken(listener, 1) if isinstance(m, Release)] == [Lease(0, 7)]
+    assert len(courier._ends) <= 3
+
+
+def test_what_was_asked_to_be_said_before_closing_is_said(listener):
+    courier = Courier(HELLO, None, PATIENCE_S, met)
+    for slot in range(50):
+        courier.hold(f"r{slot}", reference(at(listener), slot))
+        courier.release(f"r{slot}", reference(at(listener), slot), "loaded")
+    courier.close()
+    assert sorted(m.lease.slot for m in taken(listener, 50) if isinstance(m, Release)) == list(range(50))
+
+
+def threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("kvferry")}
+
+
+def test_closing_ends_all_threads_also_while_a_producer_is_asked():
+    before = threads()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        courier = Courier(HELLO, None, 3600.0, met)
+        made = Listener("127.0.0.1:0")
+        for number in range(8):
+            courier.hold(f"r{number}", reference(address, number, incarnation=f"p{number}"))
+        until(lambda: sum(t.name.startswith("kvferry-asking") for t in threads() - before) == 4, "four who ask")
+        assert courier.peer(reference(address, incarnation="p0")) is None
+        courier.close()
+        made.close()
+        courier.close()
+        made.close()
+    assert threads() <= before
+
+
+def test_key_files_are_read_or_refused_with_the_reason(tmp_path):
+    assert key_in(tmp_path, "one") == key_in(tmp_path, "one") != key_in(tmp_path, "two")
+    assert key_in(tmp_path, "a", "k" * 32) == key_in(tmp_path, "b", f"  {'k' * 32}\n")
+    with pytest.raises(SessionError, match="has 31 bytes; at least 32 are needed"):
+        key_in(tmp_path, "short", "k" * 31)
+    with pytest.raises(SessionError, match="cannot be read: No such file"):
+        read_key(tmp_path / "none")
+    with pytest.raises(SessionError, match="cannot be read"):
+        read_key(tmp_path)
+    key = key_in(tmp_path, "one")
+    assert key.secret.decode() not in repr(key)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("h:0", ("h", 0)),
+        ("127.0.0.1:65535", ("127.0.0.1", 65535)),
+        ("[::1]:7", ("::1", 7)),
+        ("::1:7", ("::1", 7)),
+        ("*:7", ("*", 7)),
+    ],
+)
+def test_addresses_are_split(text, found):
+    assert split_address(text) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["", "h", ":7", "h:", "h:x", "h:65536", "h:-1", "h:٣", "h:" + "9" * 5000, "a b:1", "h:1\n", "[h:1"]
+)
+def test_what_is_no_address_is_refused_with_an_example(text):
+    with pytest.raises(SessionError, match="is not an address; write host:port"):
+        split_address(text)
+
+
+def test_loopback_is_told_from_the_rest():
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "*", "10.0.0.1", "127.0.0.1.example.org", "localhost.x", ""))
