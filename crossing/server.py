@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from crossing import process_group
 from crossing.checkpoints import Checkpoint
 from crossing.connectors import Connector
 from crossing.zygote import Zygote
@@ -114,6 +115,14 @@ class Server:
                 raise ServerError(f"{self.name} was not ready after {seconds:.0f} s.\n{self.tail()}")
         return self
 
+    def refused(self) -> bool:
+        """Whether it ended instead of serving."""
+        try:
+            self.wait()
+        except ServerError:
+            return True
+        return False
+
     def died(self, seconds: float = 0.0) -> bool:
         return bool(select.select([self._alive], [], [], seconds)[0])
 
@@ -143,26 +152,14 @@ class Server:
         """At once, with every process of its group and what these would leave behind."""
         if self._alive < 0:
             return
-        left_behind = _shared_memory(self._group)
-        self._signal(signal.SIGKILL)
-        while self._signal(0):
-            time.sleep(POLL_SECONDS / 10)
-        for path in left_behind:
-            path.unlink(missing_ok=True)
+        process_group.end(self._group)
         os.close(self._alive)
         self._alive = -1
 
     def terminate(self) -> bool:
         """As an operator would; whether it ended of its own accord."""
-        self._signal(signal.SIGTERM)
+        process_group.send(self._group, signal.SIGTERM)
         return self.died(STOP_SECONDS)
-
-    def _signal(self, number: int) -> bool:
-        try:
-            os.killpg(self._group, number)
-        except ProcessLookupError:
-            return False
-        return True
 
     def __enter__(self) -> Server:
         return self.wait()
@@ -179,11 +176,10 @@ def servers(zygote: Zygote, engines: Mapping[str, Engine], *, or_refused: bool =
         for name, engine in engines.items():
             started[name] = Server(engine, zygote, f"{engine.name}-{name}")
         for server in started.values():
-            try:
+            if or_refused:
+                server.refused()
+            else:
                 server.wait()
-            except ServerError:
-                if not or_refused:
-                    raise
         yield started
     finally:
         for server in started.values():
@@ -199,17 +195,3 @@ def free_port() -> int:
 def _unused(folder: Path, name: str) -> Path:
     taken = len(tuple(folder.glob(f"{name}*.log")))
     return folder / f"{name}.{taken}.log"
-
-
-def _shared_memory(group: int) -> set[Path]:
-    """The files of shared memory that a process group maps: vLLM's forked workers do not remove theirs."""
-    found: set[Path] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(process.name)) != group:
-                continue
-            lines = (process / "maps").read_text().splitlines()
-        except OSError:
-            continue
-        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line and not line.endswith("(deleted)")}
-    return found
