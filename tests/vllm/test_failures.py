@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from shared_engines import Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
+
 from crossing import legs
 from crossing.compare import difference
 from crossing.legs import Answer, Leg, Prompt, prompt
-from crossing.server import Engine, Server, ServerError
+from crossing.server import Engine, Server
 from crossing.zygote import Zygote
-from fleet import Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
-
 from kvferry.session.reference import Reference, seal
 
 pytestmark = pytest.mark.vllm
@@ -35,14 +35,10 @@ APART = 1e-4
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("fleet")
-    with Zygote(folder / "logs") as zygote:
-        fleet = Fleet(zygote, folder / "checkpoints")
-        try:
-            yield fleet
-        finally:
-            fleet.close()
+def fleet(zygote: Zygote, checkpoints: Path) -> Iterator[Fleet]:
+    fleet = Fleet(zygote, checkpoints)
+    yield fleet
+    fleet.close()
 
 
 @pytest.fixture(scope="session")
@@ -54,15 +50,16 @@ def llama(fleet: Fleet, which: str = "", **choices: Any) -> Engine:
     return ours(fleet, "llama", which, **choices)
 
 
-def hybrid(fleet: Fleet, which: str = "", **choices: Any) -> Engine:
-    return ours(fleet, "nemotron-h", which, **choices)
-
-
 def ours(fleet: Fleet, model: str, which: str, **choices: Any) -> Engine:
     """`which` tells engines of one kind apart."""
     environment = (("KVFERRY_TEST_ENGINE", which), *choices.pop("environment", ()))
     choices = {"flags": POOL, "settings": QUICK, **choices}
     return fleet.engine(model, environment=environment, **choices)
+
+
+def hasty(fleet: Fleet) -> Engine:
+    """A producer that soon gives up on consumers that do not come."""
+    return llama(fleet, "hasty", settings={**QUICK, "lease_s": 3.0})
 
 
 @pytest.fixture
@@ -71,19 +68,16 @@ def pair(fleet: Fleet) -> list[Server]:
     return fleet.up(llama(fleet, "P"), llama(fleet, "D"))
 
 
-def hasty(fleet: Fleet) -> Engine:
-    """A producer that soon gives up on consumers that do not come."""
-    return llama(fleet, "hasty", settings={**QUICK, "lease_s": 3.0})
+@pytest.fixture(scope="session", params=["nemotron-h", "llama"])
+def tokens_or_states(request: pytest.FixtureRequest) -> str:
+    """A model that keeps tokens only, and one that keeps states too. The scope makes pytest run the tests of one together."""
+    return str(request.param)
 
 
-PAIRS = {"llama": llama, "nemotron-h": hybrid}
-
-
-@pytest.fixture(params=PAIRS)
-def either_pair(request: pytest.FixtureRequest, fleet: Fleet) -> list[Server]:
-    """Producer and consumer: a model that keeps tokens only, and one that keeps states too."""
-    make = PAIRS[request.param]
-    return fleet.up(make(fleet, "P"), make(fleet, "D"))
+@pytest.fixture
+def either_pair(tokens_or_states: str, fleet: Fleet) -> list[Server]:
+    """Producer and consumer, alike."""
+    return fleet.up(*(ours(fleet, tokens_or_states, which) for which in "PD"))
 
 
 def reference(server: Server, tokens: Prompt) -> dict[str, Any]:
@@ -148,36 +142,6 @@ def test_a_reference_replayed_after_its_blocks_were_reused_is_recomputed(either_
     assert_right(legs.decode(consumer, tokens, params), wanted)
     assert_loads(consumer, before, failed=1)
     assert_crosses(producer, consumer, truth)
-
-
-def test_a_reference_whose_lease_expired_is_recomputed(fleet: Fleet, truth: Truth) -> None:
-    producer, consumer = fleet.up(hasty(fleet), llama(fleet, "D"))
-    tokens = prompt(300, 2)
-    wanted, before = truth.of(producer, tokens), meter(consumer)
-    params = reference(producer, tokens)
-    held = until("the lease expires", lambda: meter(producer), lambda m: m.expired == 1 and not m.usage)
-    assert held.released == 0
-    reuse_blocks(producer)
-    assert_right(legs.decode(consumer, tokens, params), wanted)
-    assert_loads(consumer, before, failed=1)
-
-
-def test_where_failed_loads_shall_fail_the_client_sees_an_error(fleet: Fleet, truth: Truth) -> None:
-    producer, strict = fleet.up(llama(fleet, "P"), llama(fleet, "strict", policy="fail"))
-    tokens, other = prompt(300, 3), prompt(200, 4)
-    wanted = truth.of(producer, tokens)
-    params = reference(producer, tokens)
-    assert_right(legs.decode(strict, tokens, params), wanted)
-    all_given_back(producer)
-    reuse_blocks(producer)
-    before = meter(strict)
-    for sent in (tokens, other):
-        answer = legs.decode(strict, sent, params)
-        assert answer.status == 500, answer
-        assert not answer.tokens
-    assert_loads(strict, before, failed=1, refused=1)
-    assert_crosses(producer, strict, truth)
-    all_given_back(strict)
 
 
 def test_a_reference_of_another_request_is_refused_and_stays_good_for_its_own(either_pair: list[Server], truth: Truth) -> None:
@@ -329,34 +293,6 @@ def test_references_of_another_kind_or_none_are_recomputed(pair: list[Server], t
     all_given_back(consumer)
 
 
-def test_prefills_aborted_at_any_moment_leave_nothing_behind(fleet: Fleet, truth: Truth) -> None:
-    producer, consumer = fleet.up(hasty(fleet), llama(fleet, "D"))
-    prompts = [prompt(LONG, 10 + seed) for seed in range(4)]
-    wanted, before = [truth.of(producer, tokens) for tokens in prompts], meter(consumer)
-    started = time.monotonic()
-    legs.at_once(lambda tokens: legs.prefill(producer, tokens), prompts)
-    whole = time.monotonic() - started
-    moments = 16
-    for moment in range(moments):
-        flying = [Leg(producer, tokens, params=legs.TO_PREFILL, max_new=1) for tokens in prompts]
-        time.sleep(1.2 * whole * moment / moments)
-        kept = flying.pop(moment % len(flying))
-        for leg in flying:
-            leg.abort()
-        if moment % 4 == 0:
-            there = kept.answer()
-            assert there.good, there
-            index = moment % len(prompts)
-            assert_right(legs.decode(consumer, prompts[index], there.params), wanted[index])
-        else:
-            kept.abort()
-    after = all_given_back(producer)
-    assert after.aborted, "no leg was aborted while it was prefilled"
-    assert since(consumer, before, lambda m: m.loaded + m.failed >= moments // 4).loaded
-    assert_crosses(producer, consumer, truth)
-    all_given_back(consumer)
-
-
 def test_decodes_aborted_at_any_moment_leave_nothing_behind(either_pair: list[Server], truth: Truth) -> None:
     producer, consumer = either_pair
     tokens = prompt(600, 20)
@@ -393,6 +329,108 @@ def test_a_decode_aborted_before_its_producer_answers_is_forgotten(pair: list[Se
         all_given_back(consumer)
     assert_right(legs.decode(consumer, tokens, params), truth.of(producer, tokens))
     all_given_back(producer)
+
+
+def test_prompts_that_are_not_loaded_free_the_producer(pair: list[Server], truth: Truth) -> None:
+    producer, consumer = pair
+    tokens, single = prompt(120, 97), prompt(1, 97)
+    wanted, before, there = truth.of(producer, tokens), meter(consumer), meter(producer)
+    params = reference(producer, tokens)
+    assert_right(legs.decode(consumer, tokens, params, settings={"prompt_logprobs": 2}), wanted)
+    assert_loads(consumer, before, nothing=1)
+    assert (all_given_back(producer) - there).released == 1
+    short = legs.prefill(producer, single)
+    assert short.good
+    assert not short.params["do_remote_prefill"]
+    assert_right(legs.decode(consumer, single, short.params), truth.of(producer, single))
+    asked = legs.prefill(producer, tokens, settings={"prompt_logprobs": 2})
+    assert asked.good
+    assert_right(legs.decode(consumer, tokens, asked.params), wanted)
+    assert (all_given_back(producer) - there).published == 1
+
+
+def test_a_prefill_computes_one_token_whatever_its_client_asks_for(either_pair: list[Server], truth: Truth) -> None:
+    producer, consumer = either_pair
+    tokens = prompt(120, 98)
+    wanted, before = truth.of(producer, tokens), meter(consumer)
+    there = legs.prefill(producer, tokens, settings={"max_tokens": 5, "min_tokens": 4})
+    assert len(there.tokens) == 1
+    assert_right(legs.decode(consumer, tokens, there.params), wanted)
+    assert_loads(consumer, before, loaded=1)
+
+
+def test_several_answers_to_one_prompt_are_all_right(pair: list[Server], truth: Truth) -> None:
+    """One reference, two requests of it: the first to have loaded frees the producer, the other loads or recomputes."""
+    producer, consumer = pair
+    tokens = prompt(120, 99)
+    twice = {"n": 2, "temperature": 1.0, "top_k": 1}
+    wanted, before = truth.of(producer, tokens), meter(consumer)
+    for settings in ({}, twice):
+        there = legs.prefill(producer, tokens, settings=settings)
+        assert there.good, there
+        answers = choices(Leg(consumer, tokens, params=there.params, settings=twice))
+        assert answers == [wanted.tokens] * 2
+    seen = since(consumer, before, lambda m: m.loaded + m.failed >= 4)
+    assert seen.loaded >= 2, str(seen)
+    all_given_back(producer)
+
+
+def test_where_failed_loads_shall_fail_the_client_sees_an_error(fleet: Fleet, truth: Truth) -> None:
+    producer, strict = fleet.up(llama(fleet, "P"), llama(fleet, "strict", policy="fail"))
+    tokens, other = prompt(300, 3), prompt(200, 4)
+    wanted = truth.of(producer, tokens)
+    params = reference(producer, tokens)
+    assert_right(legs.decode(strict, tokens, params), wanted)
+    all_given_back(producer)
+    reuse_blocks(producer)
+    before = meter(strict)
+    for sent in (tokens, other):
+        answer = legs.decode(strict, sent, params)
+        assert answer.status == 500, answer
+        assert not answer.tokens
+    assert_loads(strict, before, failed=1, refused=1)
+    assert_crosses(producer, strict, truth)
+    all_given_back(strict)
+
+
+def test_a_reference_whose_lease_expired_is_recomputed(fleet: Fleet, truth: Truth) -> None:
+    producer, consumer = fleet.up(hasty(fleet), llama(fleet, "D"))
+    tokens = prompt(300, 2)
+    wanted, before = truth.of(producer, tokens), meter(consumer)
+    params = reference(producer, tokens)
+    held = until("the lease expires", lambda: meter(producer), lambda m: m.expired == 1 and not m.usage)
+    assert held.released == 0
+    reuse_blocks(producer)
+    assert_right(legs.decode(consumer, tokens, params), wanted)
+    assert_loads(consumer, before, failed=1)
+
+
+def test_prefills_aborted_at_any_moment_leave_nothing_behind(fleet: Fleet, truth: Truth) -> None:
+    producer, consumer = fleet.up(hasty(fleet), llama(fleet, "D"))
+    prompts = [prompt(LONG, 10 + seed) for seed in range(4)]
+    wanted, before = [truth.of(producer, tokens) for tokens in prompts], meter(consumer)
+    started = time.monotonic()
+    legs.at_once(lambda tokens: legs.prefill(producer, tokens), prompts)
+    whole = time.monotonic() - started
+    moments = 16
+    for moment in range(moments):
+        flying = [Leg(producer, tokens, params=legs.TO_PREFILL, max_new=1) for tokens in prompts]
+        time.sleep(1.2 * whole * moment / moments)
+        kept = flying.pop(moment % len(flying))
+        for leg in flying:
+            leg.abort()
+        if moment % 4 == 0:
+            there = kept.answer()
+            assert there.good, there
+            index = moment % len(prompts)
+            assert_right(legs.decode(consumer, prompts[index], there.params), wanted[index])
+        else:
+            kept.abort()
+    after = all_given_back(producer)
+    assert after.aborted, "no leg was aborted while it was prefilled"
+    assert since(consumer, before, lambda m: m.loaded + m.failed >= moments // 4).loaded
+    assert_crosses(producer, consumer, truth)
+    all_given_back(consumer)
 
 
 @pytest.fixture
@@ -447,6 +485,18 @@ def test_a_producer_that_stands_still_delays_only_what_is_read_from_it(far_pair:
     all_given_back(producer)
 
 
+def test_a_consumer_that_dies_while_it_loads_costs_a_lease(fleet: Fleet, truth: Truth) -> None:
+    producer, consumer, mortal = fleet.up(far(fleet), llama(fleet, "D"), llama(fleet, "mortal"))
+    tokens = prompt(600, 51)
+    assert_crosses(producer, mortal, truth)
+    params, before = reference(producer, tokens), meter(producer)
+    with stopped(producer):
+        loading(mortal, tokens, params)
+        kill(mortal)
+    assert_crosses(producer, consumer, truth)
+    assert (all_given_back(producer) - before).expired == 1
+
+
 @pytest.mark.parametrize("carrier", ["shared memory", "tcp"])
 def test_a_producer_that_dies_costs_a_recomputation_and_its_successor_is_met(fleet: Fleet, truth: Truth, carrier: str) -> None:
     environment = (TCP,) if carrier == "tcp" else ()
@@ -479,16 +529,59 @@ def test_a_producer_that_dies_costs_a_recomputation_and_its_successor_is_met(fle
     all_given_back(successor)
 
 
-def test_a_consumer_that_dies_while_it_loads_costs_a_lease(fleet: Fleet, truth: Truth) -> None:
-    producer, consumer, mortal = fleet.up(far(fleet), llama(fleet, "D"), llama(fleet, "mortal"))
-    tokens = prompt(600, 51)
-    assert_crosses(producer, mortal, truth)
-    params, before = reference(producer, tokens), meter(producer)
-    with stopped(producer):
-        loading(mortal, tokens, params)
-        kill(mortal)
-    assert_crosses(producer, consumer, truth)
-    assert (all_given_back(producer) - before).expired == 1
+def large_blocks(fleet: Fleet) -> Engine:
+    flags = (*POOL, "--no-async-scheduling")
+    return llama(fleet, "large blocks", block=64, prefix_caching=True, flags=flags)
+
+
+def test_block_sizes_and_ways_of_scheduling_may_differ(fleet: Fleet, truth: Truth) -> None:
+    small, large = fleet.up(llama(fleet, "P"), large_blocks(fleet))
+    for turn, (producer, consumer) in enumerate(((small, large), (large, small))):
+        prompts = [prompt(length, 90 + turn) for length in (2, 31, 32, 33, 63, 64, 65, 128, 129, 500)]
+        wanted, before = [truth.of(small, tokens) for tokens in prompts], meter(consumer)
+        for got, right in zip(legs.cross_all(producer, consumer, prompts), wanted, strict=True):
+            assert_right(got.decode, right)
+        assert assert_loads(consumer, before, loaded=len(prompts)).tokens == sum(len(tokens) - 1 for tokens in prompts)
+        all_given_back(producer)
+
+
+def test_what_the_consumer_has_is_not_loaded_again(fleet: Fleet, truth: Truth) -> None:
+    producer, consumer = fleet.up(llama(fleet, "P"), large_blocks(fleet))
+    first = prompt(257, 95)
+    shared = first[:200] + prompt(100, 96)
+    for tokens, loaded in ((first, 256), (shared, 299 - 192), (shared, 299 - 256)):
+        wanted, before = truth.of(producer, tokens), meter(consumer)
+        assert_right(legs.cross(producer, consumer, tokens).decode, wanted)
+        assert assert_loads(consumer, before, loaded=1).tokens == loaded
+    wanted, before, there = truth.of(producer, first), meter(consumer), meter(producer)
+    assert_right(legs.cross(producer, consumer, first).decode, wanted)
+    assert_loads(consumer, before, nothing=1)
+    assert (all_given_back(producer) - there).released == 1
+
+
+def test_engines_that_share_a_key_cross_and_others_recompute(fleet: Fleet, truth: Truth, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("key", "another")]
+    for file in files:
+        file.write_text(file.name * 16)
+    wide = {**QUICK, "listen": "0.0.0.0:0", "advertise": "127.0.0.1"}
+    engines = [llama(fleet, "keyed", settings={**wide, "key_file": str(file)}) for file in files]
+    producer, stranger, keyless = fleet.up(*engines, llama(fleet, "D"))
+    tokens = prompt(300, 88)
+    for consumer in (stranger, keyless):
+        wanted, before = truth.of(producer, tokens), meter(consumer)
+        assert_right(legs.cross(producer, consumer, tokens).decode, wanted)
+        assert_loads(consumer, before, refused=1)
+    assert "has it another key, or none?" in stranger.log.read_text()
+    assert "does it want a key (key_file)?" in keyless.log.read_text()
+    producer, friend = fleet.up(engines[0], llama(fleet, "friend", settings={**QUICK, "key_file": str(files[0])}))
+    assert_crosses(producer, friend, truth)
+
+
+def test_listening_beyond_this_machine_without_a_key_ends_the_start(fleet: Fleet) -> None:
+    settings = {"listen": "0.0.0.0:0", "advertise": "127.0.0.1"}
+    with fleet.attempt(llama(fleet, "open", settings=settings)) as server:
+        assert server.refused()
+        assert "listen on 0.0.0.0 needs a key: set key_file" in server.log.read_text()
 
 
 @pytest.mark.parametrize("model", ["llama", "nemotron-h"])
@@ -554,105 +647,3 @@ def test_windows_cross_where_one_side_keeps_every_block_and_what_was_loaded_can_
         assert since(consumer, before, lambda m: m.hits > 0).hits
         for server in both:
             all_given_back(server)
-
-
-def large_blocks(fleet: Fleet) -> Engine:
-    flags = (*POOL, "--no-async-scheduling")
-    return llama(fleet, "large blocks", block=64, prefix_caching=True, flags=flags)
-
-
-def test_block_sizes_and_ways_of_scheduling_may_differ(fleet: Fleet, truth: Truth) -> None:
-    small, large = fleet.up(llama(fleet, "P"), large_blocks(fleet))
-    for turn, (producer, consumer) in enumerate(((small, large), (large, small))):
-        prompts = [prompt(length, 90 + turn) for length in (2, 31, 32, 33, 63, 64, 65, 128, 129, 500)]
-        wanted, before = [truth.of(small, tokens) for tokens in prompts], meter(consumer)
-        for got, right in zip(legs.cross_all(producer, consumer, prompts), wanted, strict=True):
-            assert_right(got.decode, right)
-        assert assert_loads(consumer, before, loaded=len(prompts)).tokens == sum(len(tokens) - 1 for tokens in prompts)
-        all_given_back(producer)
-
-
-def test_what_the_consumer_has_is_not_loaded_again(fleet: Fleet, truth: Truth) -> None:
-    producer, consumer = fleet.up(llama(fleet, "P"), large_blocks(fleet))
-    first = prompt(257, 95)
-    shared = first[:200] + prompt(100, 96)
-    for tokens, loaded in ((first, 256), (shared, 299 - 192), (shared, 299 - 256)):
-        wanted, before = truth.of(producer, tokens), meter(consumer)
-        assert_right(legs.cross(producer, consumer, tokens).decode, wanted)
-        assert assert_loads(consumer, before, loaded=1).tokens == loaded
-    wanted, before, there = truth.of(producer, first), meter(consumer), meter(producer)
-    assert_right(legs.cross(producer, consumer, first).decode, wanted)
-    assert_loads(consumer, before, nothing=1)
-    assert (all_given_back(producer) - there).released == 1
-
-
-def test_prompts_that_are_not_loaded_free_the_producer(pair: list[Server], truth: Truth) -> None:
-    producer, consumer = pair
-    tokens, single = prompt(120, 97), prompt(1, 97)
-    wanted, before, there = truth.of(producer, tokens), meter(consumer), meter(producer)
-    params = reference(producer, tokens)
-    assert_right(legs.decode(consumer, tokens, params, settings={"prompt_logprobs": 2}), wanted)
-    assert_loads(consumer, before, nothing=1)
-    assert (all_given_back(producer) - there).released == 1
-    short = legs.prefill(producer, single)
-    assert short.good
-    assert not short.params["do_remote_prefill"]
-    assert_right(legs.decode(consumer, single, short.params), truth.of(producer, single))
-    asked = legs.prefill(producer, tokens, settings={"prompt_logprobs": 2})
-    assert asked.good
-    assert_right(legs.decode(consumer, tokens, asked.params), wanted)
-    assert (all_given_back(producer) - there).published == 1
-
-
-def test_a_prefill_computes_one_token_whatever_its_client_asks_for(either_pair: list[Server], truth: Truth) -> None:
-    producer, consumer = either_pair
-    tokens = prompt(120, 98)
-    wanted, before = truth.of(producer, tokens), meter(consumer)
-    there = legs.prefill(producer, tokens, settings={"max_tokens": 5, "min_tokens": 4})
-    assert len(there.tokens) == 1
-    assert_right(legs.decode(consumer, tokens, there.params), wanted)
-    assert_loads(consumer, before, loaded=1)
-
-
-def test_several_answers_to_one_prompt_are_all_right(pair: list[Server], truth: Truth) -> None:
-    """One reference, two requests of it: the first to have loaded frees the producer, the other loads or recomputes."""
-    producer, consumer = pair
-    tokens = prompt(120, 99)
-    twice = {"n": 2, "temperature": 1.0, "top_k": 1}
-    wanted, before = truth.of(producer, tokens), meter(consumer)
-    for settings in ({}, twice):
-        there = legs.prefill(producer, tokens, settings=settings)
-        assert there.good, there
-        answers = choices(Leg(consumer, tokens, params=there.params, settings=twice))
-        assert answers == [wanted.tokens] * 2
-    seen = since(consumer, before, lambda m: m.loaded + m.failed >= 4)
-    assert seen.loaded >= 2, str(seen)
-    all_given_back(producer)
-
-
-def test_engines_that_share_a_key_cross_and_others_recompute(fleet: Fleet, truth: Truth, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("key", "another")]
-    for file in files:
-        file.write_text(file.name * 16)
-    wide = {**QUICK, "listen": "0.0.0.0:0", "advertise": "127.0.0.1"}
-    engines = [llama(fleet, "keyed", settings={**wide, "key_file": str(file)}) for file in files]
-    producer, stranger, keyless = fleet.up(*engines, llama(fleet, "D"))
-    tokens = prompt(300, 88)
-    for consumer in (stranger, keyless):
-        wanted, before = truth.of(producer, tokens), meter(consumer)
-        assert_right(legs.cross(producer, consumer, tokens).decode, wanted)
-        assert_loads(consumer, before, refused=1)
-    assert "has it another key?" in stranger.log.read_text()
-    assert "does it want a key (key_file)?" in keyless.log.read_text()
-    producer, friend = fleet.up(engines[0], llama(fleet, "friend", settings={**QUICK, "key_file": str(files[0])}))
-    assert_crosses(producer, friend, truth)
-
-
-def test_listening_beyond_this_machine_without_a_key_ends_the_start(fleet: Fleet) -> None:
-    server = fleet.attempt(llama(fleet, "open", settings={"listen": "0.0.0.0:0", "advertise": "127.0.0.1"}))
-    try:
-        with pytest.raises(ServerError):
-            server.wait()
-        assert "listen on 0.0.0.0 needs a key: set key_file" in server.log.read_text()
-    finally:
-        fleet.dismiss(server)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossing import legs
+from prometheus_client.parser import text_string_to_metric_families
+
+from crossing import legs, process_group
 from crossing.checkpoints import checkpoint
 from crossing.connectors import Connector
 from crossing.legs import Answer, Prompt
 from crossing.server import Engine, Server
 from crossing.zygote import Zygote
-from prometheus_client.parser import text_string_to_metric_families
 
 AT_ONCE = 3
 PATIENCE = 60.0
@@ -44,7 +43,6 @@ class Fleet:
     def __init__(self, zygote: Zygote, checkpoints: Path) -> None:
         self._zygote, self._checkpoints = zygote, checkpoints
         self._up: dict[Engine, Server] = {}
-        self._stopping: list[threading.Thread] = []
 
     def engine(
         self,
@@ -77,25 +75,20 @@ class Fleet:
         return [self._up[engine] for engine in engines]
 
     def down(self, engine: Engine) -> None:
-        self.dismiss(self._up.pop(engine))
+        self._up.pop(engine).stop()
 
-    def dismiss(self, server: Server) -> None:
-        """Dead at once; what it leaves behind is cleared away meanwhile."""
-        if not server.died():
-            kill(server)
-        stopping = threading.Thread(target=server.stop)
-        stopping.start()
-        self._stopping.append(stopping)
-
-    def attempt(self, engine: Engine) -> Server:
-        """Started, not waited for, and nobody else's: the caller dismisses it."""
-        return Server(engine, self._zygote)
+    @contextmanager
+    def attempt(self, engine: Engine) -> Iterator[Server]:
+        """Started, not waited for, and stopped afterwards."""
+        server = Server(engine, self._zygote)
+        try:
+            yield server
+        finally:
+            server.stop()
 
     def close(self) -> None:
         for engine in tuple(self._up):
             self.down(engine)
-        for stopping in self._stopping:
-            stopping.join()
 
 
 class Frozen(dict[str, Any]):
@@ -107,18 +100,18 @@ class Frozen(dict[str, Any]):
 
 def kill(server: Server) -> None:
     """As a machine would: every process of the server at once."""
-    os.killpg(server._group, signal.SIGKILL)
+    process_group.send(server._group, signal.SIGKILL)
 
 
 @contextmanager
 def stopped(server: Server) -> Iterator[None]:
     """All of its processes stand still."""
-    os.killpg(server._group, signal.SIGSTOP)
+    process_group.send(server._group, signal.SIGSTOP)
     try:
         yield
     finally:
         if not server.died():
-            os.killpg(server._group, signal.SIGCONT)
+            process_group.send(server._group, signal.SIGCONT)
 
 
 @dataclass(frozen=True)
