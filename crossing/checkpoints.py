@@ -170,7 +170,7 @@ ARCHITECTURES = {
         Architecture("llama", _llama, stages=((2, 2), (1, 3))),
         Architecture("mqa", _mqa),
         Architecture("gemma3", _gemma3, stages=((3, 3), (2, 4)), window=WINDOW),
-        Architecture("nemotron-h", _nemotron_h, recurrent=True, stages=((3, 3), (1, 5))),
+        Architecture("nemotron-h", _nemotron_h, recurrent=True, stages=((3, 3), (5, 1))),
         Architecture("nemotron-h-large-state", _nemotron_h_large_state, recurrent=True, stages=((3, 3),)),
         Architecture("granite-h-1g", lambda: _granite_h(1), recurrent=True),
         Architecture("granite-h-2g", lambda: _granite_h(2), recurrent=True),

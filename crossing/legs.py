@@ -161,7 +161,9 @@ def cross(producer: Server, consumer: Server, tokens: Prompt, *, max_new: int = 
     return Crossed(tokens, there, decode(consumer, tokens, there.params, max_new=max_new, request_id=request_id))
 
 
-def cross_all(producer: Server, consumer: Server, prompts: Sequence[Prompt], *, max_new: int = MAX_NEW) -> list[Crossed]:
+def cross_all(
+    producer: Server, consumer: Server, prompts: Sequence[Prompt], *, max_new: int = MAX_NEW, in_flight: int = AT_ONCE
+) -> list[Crossed]:
     """Once one got no answer, those not yet sent are given up: each would wait as long."""
     lost = threading.Event()
 
@@ -174,11 +176,11 @@ def cross_all(producer: Server, consumer: Server, prompts: Sequence[Prompt], *, 
             lost.set()
         return found
 
-    return at_once(one, prompts)
+    return at_once(one, prompts, in_flight)
 
 
-def ask_all(server: Server, prompts: Sequence[Prompt], *, max_new: int = MAX_NEW) -> list[Answer]:
-    return at_once(lambda tokens: ask(server, tokens, max_new=max_new), prompts)
+def ask_all(server: Server, prompts: Sequence[Prompt], *, max_new: int = MAX_NEW, in_flight: int = AT_ONCE) -> list[Answer]:
+    return at_once(lambda tokens: ask(server, tokens, max_new=max_new), prompts, in_flight)
 
 
 def at_once(work: Callable[[T], U], items: Sequence[T], threads: int = AT_ONCE) -> list[U]:

@@ -31,7 +31,7 @@ def test_a_request_prefilled_at_P_decodes_at_D_as_if_D_had_computed_it(harbour: 
     fleet = harbour.fleet(name)
     producer, consumer = fleet.pair(pair)
     before = counters(consumer)
-    crossed = cross_all(producer, consumer, fleet.prompts)
+    crossed = cross_all(producer, consumer, fleet.prompts, in_flight=fleet.fleet.in_flight)
     found = differences(crossed, fleet.reference, fleet.dtype)
     wrong = [it.why for it in found if not it.right]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(found)} differ; D's log: {consumer.reason() or 'no error'}", *wrong])
