@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from crossing import Tables, expect_at_consumer, fill_producer, garbage, is_state, retained_by
+from byte_crossing import Tables, expect_at_consumer, fill_producer, garbage, is_state, retained_by
 from engine import Setup, Worker, as_rank, build
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crossing import is_state
+from byte_crossing import is_state
 from engine import workers
 from served import Arrival, Engine, engines, load, loaded, side, sides
 

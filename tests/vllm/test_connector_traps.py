@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossing import HOLE
+from byte_crossing import HOLE
 from engine import Setup, as_rank, workers
 from served import Engine, engines, load, side, sides
 from vllm.config import KVTransferConfig
@@ -124,10 +124,10 @@ class TestStaleReferences:
             ferry = here.connectors[0].worker._ferry
             read = ferry._check
 
-            def late(crossing: Any) -> None:
+            def late(*args: Any) -> None:
                 for rank in killed:
                     there.connectors[rank].worker._words.kill(lease_of(params))
-                read(crossing)
+                read(*args)
 
             ferry._check = late
             here.scheduler.add_request(here.request("r", PROMPT, params))
@@ -142,10 +142,10 @@ class TestStaleReferences:
             for connector in here.connectors:
                 read = connector.worker._ferry._check
 
-                def late(crossing: Any, read: Any = read) -> None:
+                def late(*args: Any, read: Any = read) -> None:
                     there.connectors[0].worker._words.kill(lease_of(params))
                     there.soil(77)
-                    read(crossing)
+                    read(*args)
 
                 connector.worker._ferry._check = late
             here.scheduler.add_request(here.request("r", PROMPT, params))

@@ -98,6 +98,7 @@ class _Crossing:
     landings: list[int] = field(default_factory=list)
     seen: list[Telemetry] = field(default_factory=list)
     checking: bool = False
+    waits: bool = False
     error: str = ""
 
 
@@ -320,7 +321,9 @@ class Ferry:
             return
         moved, predicted = sum(t.bytes for t in seen), crossing.loading.bytes
         if moved != predicted:
-            crossing.error = f"{load.peer}: {moved} bytes were moved, the plan says {predicted}; report this with both manifests"
+            crossing.error = (
+                f"{load.peer}: {moved} bytes were moved, the plan says {predicted}; report this with both manifests"
+            )
             return
         tables = {group: table for group, table in load.dst.items() if isinstance(table, list)}
         self._end(
@@ -343,6 +346,10 @@ class Ferry:
         crossing.reads = [read for read in crossing.reads if not self._transport.release(read)]
         if not crossing.reads:
             self._end(crossing, Outcome(crossing.load.request, crossing.error, total_s=self._clock() - crossing.started))
+        elif not crossing.waits:
+            crossing.waits = True
+            waits = "it waits until nothing can land in its blocks any more, until the producer goes on or dies"
+            logger.error("request %s: %s; %s", crossing.load.request, crossing.error, waits)
 
     def _end(self, crossing: _Crossing, outcome: Outcome) -> None:
         self._landings.extend(crossing.landings)
