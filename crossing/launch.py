@@ -9,24 +9,26 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import sys
 import traceback
 from typing import Any, NoReturn
 
-POLL_SECONDS = 0.2
+from crossing import process_group
+
+POLL_SECONDS = 0.05
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    process_group.adopt_orphans()
     _prepare()
     answers.write('{"ready": true}\n')
     children: set[int] = set()
     pending = b""
     try:
         while True:
-            _reap(children)
+            children -= process_group.reap()
             if not select.select([0], [], [], POLL_SECONDS)[0]:
                 continue
             received = os.read(0, 1 << 16)
@@ -39,13 +41,13 @@ def main() -> None:
                 answers.write(json.dumps({"pid": child}) + "\n")
     finally:
         for child in children:
-            _kill(child)
+            process_group.end(child)
     os._exit(0)
 
 
 def _prepare() -> None:
     """Everything that a server and its workers import, and nothing that starts a thread."""
-    import vllm.v1.worker.cpu_worker  # noqa: F401, I001  it must come before other parts of vLLM
+    import vllm.v1.worker.cpu_worker  # noqa: I001  it must come before other parts of vLLM
     import vllm.entrypoints.launchers.api_server.entry
     import vllm.entrypoints.openai.completion.serving
     import vllm.v1.engine.async_llm
@@ -58,23 +60,15 @@ def _prepare() -> None:
     patches.apply()
 
 
-def _reap(children: set[int]) -> None:
-    for child in tuple(children):
-        if os.waitpid(child, os.WNOHANG)[0]:
-            children.discard(child)
-
-
-def _kill(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
 def _fork(order: dict[str, Any], answers: int) -> int:
     child = os.fork()
-    if child:
-        return child
+    if not child:
+        _become_server(order, answers)
+    return child
+
+
+def _become_server(order: dict[str, Any], answers: int) -> NoReturn:
+    status = 1
     try:
         os.setsid()
         os.close(answers)
@@ -84,16 +78,13 @@ def _fork(order: dict[str, Any], answers: int) -> int:
         os.dup2(log, 2)
         os.environ.update(order["environment"])
         _serve(order["arguments"])
-    except BaseException:
-        traceback.print_exc()
-        _leave(1)
-    _leave(0)
-
-
-def _leave(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        status = 0
+    finally:
+        if status:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _serve(arguments: list[str]) -> None:

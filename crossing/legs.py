@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from crossing.server import Server
 MAX_NEW = 24
 TOP = 4
 AT_ONCE = 24
-LEG_SECONDS = 120.0
+LEG_SECONDS = 60.0
 TO_PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 
 Prompt = tuple[int, ...]
@@ -145,7 +146,9 @@ def prefill(server: Server, tokens: Sequence[int], **settings: Any) -> Answer:
     return Leg(server, tokens, params=TO_PREFILL, max_new=1, **settings).answer()
 
 
-def decode(server: Server, tokens: Sequence[int], params: Mapping[str, Any], *, max_new: int = MAX_NEW, **settings: Any) -> Answer:
+def decode(
+    server: Server, tokens: Sequence[int], params: Mapping[str, Any], *, max_new: int = MAX_NEW, **settings: Any
+) -> Answer:
     return Leg(server, tokens, params=params, max_new=max_new, **settings).answer()
 
 
@@ -159,7 +162,19 @@ def cross(producer: Server, consumer: Server, tokens: Prompt, *, max_new: int = 
 
 
 def cross_all(producer: Server, consumer: Server, prompts: Sequence[Prompt], *, max_new: int = MAX_NEW) -> list[Crossed]:
-    return at_once(lambda tokens: cross(producer, consumer, tokens, max_new=max_new), prompts)
+    """Once one got no answer, those not yet sent are given up: each would wait as long."""
+    lost = threading.Event()
+
+    def one(tokens: Prompt) -> Crossed:
+        if lost.is_set():
+            given_up = Answer(0, error="not sent: an earlier request got no answer")
+            return Crossed(tokens, given_up, given_up)
+        found = cross(producer, consumer, tokens, max_new=max_new)
+        if not found.decode.status:
+            lost.set()
+        return found
+
+    return at_once(one, prompts)
 
 
 def ask_all(server: Server, prompts: Sequence[Prompt], *, max_new: int = MAX_NEW) -> list[Answer]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import select
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from crossing import process_group
 from crossing.checkpoints import Checkpoint
 from crossing.connectors import Connector
 from crossing.zygote import Zygote
 
 READY_SECONDS = 180.0
-STOP_SECONDS = 5.0
+STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
 MAX_TOKENS = 1024
+
+ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
+REPORTS = ("ulimit", "Worker failed with error", "Engine core initialization failed", "Tokenizer not available")
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,14 @@ class Server:
                 raise ServerError(f"{self.name} was not ready after {seconds:.0f} s.\n{self.tail()}")
         return self
 
+    def refused(self) -> bool:
+        """Whether it ended instead of serving."""
+        try:
+            self.wait()
+        except ServerError:
+            return True
+        return False
+
     def died(self, seconds: float = 0.0) -> bool:
         return bool(select.select([self._alive], [], [], seconds)[0])
 
@@ -123,33 +136,30 @@ class Server:
         finally:
             connection.close()
 
+    def reason(self) -> str:
+        """The first error in its log that is not the report of another one."""
+        for line in self.log.read_text(errors="replace").splitlines():
+            found = ERROR.search(line)
+            if found and not any(words in line for words in REPORTS):
+                return found.group()
+        return ""
+
     def tail(self, lines: int = 40) -> str:
-        """The error if the log has one, else its last lines."""
         text = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([f"the end of {self.log}:", *text[-lines:]])
+        return "\n".join([self.reason() or "no error in its log", f"the end of {self.log}:", *text[-lines:]])
 
     def stop(self) -> None:
-        """First the server itself, which ends its children; then whatever is left of the process group."""
+        """At once, with every process of its group and what these would leave behind."""
         if self._alive < 0:
             return
-        left_behind = _shared_memory(self._group)
-        if not self.died():
-            os.kill(self._group, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        while self._signal(0) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS / 4)
-        self._signal(signal.SIGKILL)
-        for path in left_behind:
-            path.unlink(missing_ok=True)
+        process_group.end(self._group)
         os.close(self._alive)
         self._alive = -1
 
-    def _signal(self, number: int) -> bool:
-        try:
-            os.killpg(self._group, number)
-        except ProcessLookupError:
-            return False
-        return True
+    def terminate(self) -> bool:
+        """As an operator would; whether it ended of its own accord."""
+        process_group.send(self._group, signal.SIGTERM)
+        return self.died(STOP_SECONDS)
 
     def __enter__(self) -> Server:
         return self.wait()
@@ -159,15 +169,17 @@ class Server:
 
 
 @contextmanager
-def servers(zygote: Zygote, engines: Mapping[str, Engine] | Sequence[Engine]) -> Iterator[dict[str, Server]]:
-    """All of them, started side by side, by name."""
-    named = dict(engines) if isinstance(engines, Mapping) else {engine.name: engine for engine in engines}
+def servers(zygote: Zygote, engines: Mapping[str, Engine], *, or_refused: bool = False) -> Iterator[dict[str, Server]]:
+    """All of them, started side by side. `or_refused`: those that did not come up are there too, ended."""
     started: dict[str, Server] = {}
     try:
-        for name, engine in named.items():
-            started[name] = Server(engine, zygote, f"{engine.name}-{name}" if name != engine.name else name)
+        for name, engine in engines.items():
+            started[name] = Server(engine, zygote, f"{engine.name}-{name}")
         for server in started.values():
-            server.wait()
+            if or_refused:
+                server.refused()
+            else:
+                server.wait()
         yield started
     finally:
         for server in started.values():
@@ -183,17 +195,3 @@ def free_port() -> int:
 def _unused(folder: Path, name: str) -> Path:
     taken = len(tuple(folder.glob(f"{name}*.log")))
     return folder / f"{name}.{taken}.log"
-
-
-def _shared_memory(group: int) -> set[Path]:
-    """The files of shared memory that a process group maps: vLLM's forked workers do not remove theirs."""
-    found: set[Path] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(process.name)) != group:
-                continue
-            lines = (process / "maps").read_text().splitlines()
-        except OSError:
-            continue
-        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line and not line.endswith("(deleted)")}
-    return found

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crossing.connectors import CONNECTORS, Connector
+from crossing.zygote import Zygote
 
 os.environ.update(
     {
@@ -27,3 +34,28 @@ def pytest_report_header() -> str:
 
     isas = "amx, vec, vec16" if torch.cpu._is_amx_tile_supported() else "vec, vec16 (no AMX on this machine)"
     return f"vllm {vllm.__version__}, torch {torch.__version__}, cache-write ISAs certified here: {isas}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--connector",
+        choices=sorted(CONNECTORS),
+        default="ours",
+        help="what the engines of test_crossing_* carry requests with",
+    )
+
+
+@pytest.fixture(scope="session")
+def connector(request: pytest.FixtureRequest) -> Connector:
+    return CONNECTORS[request.config.getoption("--connector")]
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    with Zygote(tmp_path_factory.mktemp("crossing")) as it:
+        yield it
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")

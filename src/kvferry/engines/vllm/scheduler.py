@@ -290,8 +290,20 @@ class SchedulerHalf:
         for decode in self._decodes.values():
             self._forget_hashes(decode)
         return Orders(
-            closing, self._producer.take_opened(), tuple(pending.meetings), tuple(pending.loads), tuple(pending.refused)
+            closing,
+            self._producer.take_opened(),
+            self._forgotten(pending),
+            tuple(pending.meetings),
+            tuple(pending.loads),
+            tuple(pending.refused),
         )
+
+    def _forgotten(self, pending: _Pending) -> tuple[PeerKey, ...]:
+        """Producers that ranks may let go of; one that is met again in this very step is kept."""
+        gone = set(self._courier.forgotten() if self._courier is not None else ()) & self._announced
+        gone -= {load.peer for load in pending.loads}
+        self._announced -= gone
+        return tuple(gone)
 
     def results(self, sent: set[str], received: set[str], failed: set[str], report: Report | None) -> None:
         """What all ranks have reported of leases and loads."""

@@ -1,0 +1,66 @@
+"""All processes of one server, which share a process group."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+END_SECONDS = 10.0
+POLL_SECONDS = 0.01
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def end(group: int) -> None:
+    """At once, with what the processes would leave behind: vLLM's forked workers do not remove their shared memory."""
+    left_behind = _shared_memory(group)
+    send(group, signal.SIGKILL)
+    deadline = time.monotonic() + END_SECONDS
+    while send(group, 0) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    for path in left_behind:
+        path.unlink(missing_ok=True)
+
+
+def send(group: int, number: int) -> bool:
+    """Whether there was a process to send it to."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def adopt_orphans() -> None:
+    """Processes whose parent ends become children of this one, which can then wait for them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot become the parent of orphaned processes")
+
+
+def reap() -> set[int]:
+    """The children that have ended."""
+    ended: set[int] = set()
+    while True:
+        try:
+            child, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if not child:
+            return ended
+        ended.add(child)
+
+
+def _shared_memory(group: int) -> set[Path]:
+    found: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(process.name)) != group:
+                continue
+            lines = (process / "maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line and not line.endswith("(deleted)")}
+    return found

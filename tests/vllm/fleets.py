@@ -1,0 +1,117 @@
+"""Engines of one model that run at the same time, each P of some pairs and D of others, and what they should answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crossing.checkpoints import checkpoint
+from crossing.connectors import Connector
+from crossing.legs import Answer, Prompt, ask_all, prompt
+from crossing.server import Engine, Server, servers
+from crossing.zygote import Zygote
+
+AROUND = (32, 64, 96, 128, 160, 192, 224, 288)
+LENGTHS = tuple(sorted({border + step for border in AROUND for step in range(-2, 3)} | {2, 17, 320, 333, 511, 513, 700}))
+
+ALONE: dict[str, Any] = {}
+TWO_RANKS = {"tp": 2}
+TWO_STAGES = {"pp": 2}
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """`engines` by a letter, as changes to the default engine; `pairs` as the letters of P and D."""
+
+    name: str
+    model: str
+    engines: Mapping[str, Mapping[str, Any]]
+    pairs: tuple[str, ...]
+    lengths: tuple[int, ...] = LENGTHS
+
+
+@dataclass(frozen=True)
+class Running:
+    """A fleet at sea: its servers, the prompts, and the answers of an engine without a connector."""
+
+    fleet: Fleet
+    connector: Connector
+    servers: Mapping[str, Server]
+    prompts: tuple[Prompt, ...]
+    reference: tuple[Answer, ...]
+    dtype: str = field(default="float32")
+
+    def pair(self, letters: str) -> tuple[Server, Server]:
+        producer, consumer = (self.servers[letter].wait() for letter in letters)
+        return producer, consumer
+
+
+def ranks(model: str) -> Fleet:
+    return Fleet(model, model, {"A": ALONE, "B": ALONE, "C": TWO_RANKS}, ("AB", "AC", "CA"))
+
+
+def stages(model: str) -> Fleet:
+    engines = {"A": ALONE, "B": ALONE, "C": TWO_RANKS, "E": TWO_STAGES}
+    return Fleet(model, model, engines, ("AB", "AC", "CA", "EA", "AE", "EC", "CE"))
+
+
+def lopsided(model: str, cut: tuple[int, int]) -> Fleet:
+    """A first stage that lacks a kind of layer."""
+    engines = {"A": ALONE, "C": TWO_RANKS, "F": {"pp": 2, "stages": cut}}
+    return Fleet(f"{model}-lopsided", model, engines, ("FA", "AF", "FC"))
+
+
+def blocks(model: str) -> Fleet:
+    return Fleet(f"{model}-blocks", model, {"A": ALONE, "G": {"block": 64}}, ("AG", "GA"))
+
+
+FLEETS = {
+    it.name: it
+    for it in (
+        stages("llama"),
+        ranks("mqa"),
+        stages("gemma3"),
+        stages("nemotron-h"),
+        ranks("granite-h-1g"),
+        ranks("granite-h-2g"),
+        lopsided("gemma3", (2, 4)),
+        lopsided("nemotron-h", (1, 5)),
+        blocks("llama"),
+        blocks("gemma3"),
+    )
+}
+
+
+class Harbour:
+    """One fleet at a time: asking for another ends the one before."""
+
+    def __init__(self, connector: Connector, zygote: Zygote, cache: Path) -> None:
+        self._connector, self._zygote, self._cache = connector, zygote, cache
+        self._stack = ExitStack()
+        self._out: Running | None = None
+
+    def fleet(self, name: str) -> Running:
+        if self._out is None or self._out.fleet.name != name:
+            self.close()
+            self._out = self._stack.enter_context(running(FLEETS[name], self._connector, self._zygote, self._cache))
+        return self._out
+
+    def close(self) -> None:
+        self._out = None
+        self._stack.close()
+
+
+@contextmanager
+def running(fleet: Fleet, connector: Connector, zygote: Zygote, cache: Path) -> Iterator[Running]:
+    """An engine that did not come up is missed only by the pairs that need it."""
+    made = checkpoint(fleet.model, cache)
+    prompts = tuple(prompt(n) for n in fleet.lengths)
+    engines = {letter: Engine(made, connector, **changes) for letter, changes in fleet.engines.items()}
+    with servers(zygote, {**engines, "plain": Engine(made)}, or_refused=True) as up:
+        plain = up.pop("plain")
+        reference = tuple(ask_all(plain.wait(), prompts))
+        plain.stop()
+        yield Running(fleet, connector, up, prompts, reference, made.architecture.dtype)
