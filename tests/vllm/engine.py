@@ -324,13 +324,16 @@ def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as folder:
         MODELS[setup.model]().save_pretrained(folder)
         speculative = {"method": "ngram", "num_speculative_tokens": setup.speculative, "prompt_lookup_max": 2}
-        transfer = {
-            "kv_connector": "KVFerryConnector",
-            "kv_connector_module_path": "kvferry.engines.vllm",
-            "kv_role": setup.role,
-            "engine_id": setup.engine,
-            "kv_load_failure_policy": setup.failure_policy,
-            "kv_connector_extra_config": {"progress_thread": False, **dict(setup.options)},
+        with_connector = {
+            "async_scheduling": setup.ahead,
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="KVFerryConnector",
+                kv_connector_module_path="kvferry.engines.vllm",
+                kv_role=setup.role,
+                engine_id=setup.engine,
+                kv_load_failure_policy=setup.failure_policy,
+                kv_connector_extra_config={"progress_thread": False, **dict(setup.options)},
+            ),
         }
         yield {
             "model": folder,
@@ -352,8 +355,7 @@ def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
             "attention_backend": setup.backend,
             "kv_cache_dtype": setup.kv_cache_dtype,
             "speculative_config": speculative if setup.speculative else None,
-            "async_scheduling": setup.ahead if setup.engine else None,
-            "kv_transfer_config": KVTransferConfig(**transfer) if setup.engine else None,
+            **(with_connector if setup.engine else {}),
         }
 
 

@@ -179,6 +179,11 @@ class Engine:
             self.step(forward)
             time.sleep(0.001)
 
+    def idle(self) -> None:
+        """Steps in which nothing is left to say; vLLM ends the engine where a rank repeats itself."""
+        for _ in range(3):
+            self.step()
+
     def prefill(self, name: str, prompt: Sequence[int], **sampling: Any) -> dict[str, Any] | None:
         """Prefill a request for others; the parameters of its answer as a router sees them."""
         request = self.request(name, prompt, {"do_remote_decode": True}, **sampling)

@@ -40,6 +40,7 @@ def cross(producer: Engine, consumer: Engine, tokens: int, name: str = "r", shif
     assert consumer.scheduled[name] == 1 + consumer.setup.speculative
     producer.step_until(lambda: not producer.scheduler.requests)
     for engine, what in ((producer, "sent"), (consumer, "received")):
+        engine.idle()
         assert [engine.reported[what][rank, name] for rank in range(len(engine.ranks))] == [1] * len(engine.ranks)
         assert engine.held == 0
     assert not consumer.failed

@@ -47,6 +47,7 @@ def prefilled(producer: Engine, name: str = "r", prompt: list[int] = PROMPT, **s
 def released(producer: Engine, ending: str = "released") -> None:
     """The producer gets its blocks back, every rank having said so once."""
     producer.step_until(lambda: not producer.scheduler.requests)
+    producer.idle()
     assert producer.held == 0
     assert set(producer.reported["sent"].values()) <= {1}
     assert producer.counted[ending] == 1
@@ -54,6 +55,7 @@ def released(producer: Engine, ending: str = "released") -> None:
 
 def ended(consumer: Engine, name: str = "r") -> FinishReason:
     consumer.step_until(lambda: name in consumer.outputs and name not in consumer.scheduler.requests)
+    consumer.idle()
     assert consumer.held == 0
     return consumer.outputs[name].finish_reason
 
