@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import signal
 import time
@@ -43,6 +44,7 @@ class Fleet:
     def __init__(self, zygote: Zygote, checkpoints: Path) -> None:
         self._zygote, self._checkpoints = zygote, checkpoints
         self._up: dict[Engine, Server] = {}
+        self._numbers = itertools.count(1)
 
     def engine(
         self,
@@ -69,10 +71,14 @@ class Fleet:
         for engine in spare[: max(0, len(self._up) + len(missing) - AT_ONCE)]:
             self.down(engine)
         for engine in missing:
-            self._up[engine] = Server(engine, self._zygote)
+            self._up[engine] = self._start(engine)
         for engine in engines:
             self._up[engine] = self._up.pop(engine).wait()
         return [self._up[engine] for engine in engines]
+
+    def _start(self, engine: Engine) -> Server:
+        """With a log of its own."""
+        return Server(engine, self._zygote, f"{engine.name}-{next(self._numbers)}")
 
     def down(self, engine: Engine) -> None:
         self._up.pop(engine).stop()
@@ -80,7 +86,7 @@ class Fleet:
     @contextmanager
     def attempt(self, engine: Engine) -> Iterator[Server]:
         """Started, not waited for, and stopped afterwards."""
-        server = Server(engine, self._zygote)
+        server = self._start(engine)
         try:
             yield server
         finally:

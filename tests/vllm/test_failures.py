@@ -19,6 +19,7 @@ from shared_engines import Fleet, Meter, Truth, all_given_back, kill, meter, sin
 from crossing import legs
 from crossing.compare import difference
 from crossing.legs import Answer, Leg, Prompt, prompt
+from crossing.patches import ASYNCHRONOUS
 from crossing.server import Engine, Server, free_port
 from crossing.zygote import Zygote
 from kvferry.session.reference import Reference, seal
@@ -51,8 +52,8 @@ def llama(fleet: Fleet, which: str = "", **choices: Any) -> Engine:
 
 
 def ours(fleet: Fleet, model: str, which: str, **choices: Any) -> Engine:
-    """`which` tells engines of one kind apart."""
-    environment = (("KVFERRY_TEST_ENGINE", which), *choices.pop("environment", ()))
+    """`which` tells engines of one kind apart. They schedule as on a GPU, a step ahead of what they compute."""
+    environment = (("KVFERRY_TEST_ENGINE", which), (ASYNCHRONOUS, "1"), *choices.pop("environment", ()))
     choices = {"flags": POOL, "settings": QUICK, **choices}
     return fleet.engine(model, environment=environment, **choices)
 
@@ -532,8 +533,8 @@ def test_a_producer_that_dies_costs_a_recomputation_and_its_successor_is_met(fle
 
 
 def large_blocks(fleet: Fleet) -> Engine:
-    flags = (*POOL, "--no-async-scheduling")
-    return llama(fleet, "large blocks", block=64, prefix_caching=True, flags=flags)
+    """And an engine that waits for each step before it schedules the next."""
+    return llama(fleet, "large blocks", block=64, prefix_caching=True, environment=((ASYNCHRONOUS, ""),))
 
 
 def test_block_sizes_and_ways_of_scheduling_may_differ(fleet: Fleet, truth: Truth) -> None:
