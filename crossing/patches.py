@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 NAP_SECONDS = 0.0001
+ASYNCHRONOUS = "CROSSING_ASYNC_SCHEDULING"
+"""The variable that asks a server to schedule asynchronously."""
 
 T = TypeVar("T")
 
@@ -15,6 +17,7 @@ T = TypeVar("T")
 def apply() -> None:
     """Once a process, before any engine; forked children inherit all of it."""
     _fork_children()
+    _schedule_asynchronously_where_asked()
     _inspect_models_here()
     _leave_cores_alone()
     _make_intermediate_tensors_late()
@@ -34,6 +37,20 @@ def _fork_children() -> None:
         os.environ.pop("LD_PRELOAD", None)
 
     CpuPlatform.check_and_update_config = classmethod(forking)
+
+
+def _schedule_asynchronously_where_asked() -> None:
+    """vLLM's CPU platform turns asynchronous scheduling off even where a flag asks for it; GPUs have it by default."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def asking(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        if os.environ.get(ASYNCHRONOUS):
+            vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(asking)
 
 
 def _inspect_models_here() -> None:

@@ -7,13 +7,15 @@ it shares nothing with the manifest or the plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from engine import Setup, Worker, workers
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.manifest import HOLE, Manifest
 from kvferry.plan import Binder, Binding, Plan, Request, make_plans
@@ -43,20 +45,30 @@ def first_read(worker: Worker, name: str, tokens: int) -> int:
     return max(0, tokens - width + 1) if width else 0
 
 
-def is_state(worker: Worker, name: str) -> bool:
-    return isinstance(worker.layers[name].kv_cache, tuple)
+def is_state(group: Any) -> bool:
+    return isinstance(group.kv_cache_spec, MambaSpec)
 
 
-def tables(worker: Worker, tokens: int, seed: int) -> Tables:
+def groups_of(ranks: Sequence[Worker]) -> list[Any]:
+    """The groups of an engine with the layers of all its stages."""
+    seen: list[dict[str, None]] = [{} for _ in ranks[0].kv_cache_config.kv_cache_groups]
+    for worker in ranks:
+        for names, group in zip(seen, worker.kv_cache_config.kv_cache_groups, strict=True):
+            names.update(dict.fromkeys(group.layer_names))
+    groups = ranks[0].kv_cache_config.kv_cache_groups
+    return [replace(group, layer_names=list(names)) for names, group in zip(seen, groups, strict=True)]
+
+
+def tables(ranks: Sequence[Worker], tokens: int, seed: int) -> Tables:
     """Scattered blocks for each group: never block 0, never one block for two groups, holes where a window let go."""
-    free = np.random.default_rng(seed).permutation(np.arange(1, worker.kv_cache_config.num_blocks)).tolist()
+    free = np.random.default_rng(seed).permutation(np.arange(1, ranks[0].kv_cache_config.num_blocks)).tolist()
     out: Tables = {}
-    for index, group in enumerate(worker.kv_cache_config.kv_cache_groups):
-        if is_state(worker, group.layer_names[0]):
+    for index, group in enumerate(groups_of(ranks)):
+        if is_state(group):
             out[index] = [free.pop()]
             continue
         block = group.kv_cache_spec.block_size
-        gone = min(first_read(worker, name, tokens) for name in group.layer_names) // block
+        gone = min(first_read(ranks[0], name, tokens) for name in group.layer_names) // block
         out[index] = [HOLE if i < gone else free.pop() for i in range(-(-tokens // block))]
     return out
 
@@ -102,23 +114,32 @@ def fill_producer(worker: Worker, table: Tables, tokens: int) -> None:
     """What a prefill of `tokens` tokens leaves in the blocks that P still holds."""
     for index, group in enumerate(worker.kv_cache_config.kv_cache_groups):
         for name in group.layer_names:
-            if is_state(worker, name):
+            if is_state(group):
                 write_state(worker, name, table[index][0], tokens)
             else:
                 held = table[index].count(HOLE) * group.kv_cache_spec.block_size
                 write_kv(worker, name, table[index], held, tokens)
 
 
-def expect_at_consumer(worker: Worker, table: Tables, tokens: int, retained: dict[str, int]) -> int:
+def retained_by(ranks: Sequence[Worker], table: Tables) -> dict[str, int]:
+    """The first token that an engine still holds of each layer."""
+    return {
+        name: table[i].count(HOLE) * group.kv_cache_spec.block_size
+        for i, group in enumerate(groups_of(ranks))
+        for name in group.layer_names
+    }
+
+
+def expect_at_consumer(worker: Worker, table: Tables, tokens: int, retained: dict[str, int], start: int = 0) -> int:
     """Zero every loaded block, write what D must have; returns the bytes that had to come from P.
 
-    `retained` is the first token that P still holds of each layer.
+    `retained` is the first token that P still holds of each layer; D had the blocks before token `start` already.
     """
     moved = 0
     hashed = worker.setup.prefix_caching
     for index, group in enumerate(worker.kv_cache_config.kv_cache_groups):
         names, ids = group.layer_names, table[index]
-        if is_state(worker, names[0]):
+        if is_state(group):
             for name in names:
                 page = worker.kv_caches[name][ids[0]]
                 page.zero_()
@@ -132,6 +153,7 @@ def expect_at_consumer(worker: Worker, table: Tables, tokens: int, retained: dic
         if hashed:
             kept = ids.count(HOLE) * block
             low = {name: max(kept, retained[name]) for name in names}
+        low = {name: max(first, start) for name, first in low.items()}
         for name in names:
             for i in range(min(low.values()) // block, len(ids)):
                 cache = worker.kv_caches[name]
@@ -197,15 +219,11 @@ class Outcome:
 def cross(found: Pair, tokens: int, *, blank: bool = False, seed: int = 7) -> tuple[Outcome, ...]:
     """Write at P, move, and compare. `blank`: P's blocks are zeroed before the prefill, as vLLM does for new blocks."""
     there, here = found.producers, found.consumers
-    src, dst = tables(there[0], tokens, seed), tables(here[0], tokens, seed + 1)
+    src, dst = tables(there, tokens, seed), tables(here, tokens, seed + 1)
     for worker in there:
         worker.memory[:] = 0 if blank else garbage(worker, seed + 2 + worker.setup.rank)
         fill_producer(worker, src, tokens)
-    retained = {
-        name: src[i].count(HOLE) * group.kv_cache_spec.block_size
-        for i, group in enumerate(there[0].kv_cache_config.kv_cache_groups)
-        for name in group.layer_names
-    }
+    retained = retained_by(there, src)
     request = Request(tokens, _by_group(there[0], src), _by_group(here[0], dst))
     memories = {worker.setup.rank: worker.memory for worker in there}
     out = []
@@ -223,4 +241,4 @@ def cross(found: Pair, tokens: int, *, blank: bool = False, seed: int = 7) -> tu
 
 def _by_group(worker: Worker, table: Tables) -> dict[int, Sequence[int] | int]:
     groups = worker.kv_cache_config.kv_cache_groups
-    return {i: ids[0] if is_state(worker, groups[i].layer_names[0]) else ids for i, ids in table.items()}
+    return {i: ids[0] if is_state(groups[i]) else ids for i, ids in table.items()}

@@ -1,7 +1,7 @@
 """vLLM's own cache configuration, cache tensors and cache-write op for tiny models: one process, no server, no weights.
 
-Any tensor-parallel rank can be built, since no collective runs while a model is constructed and its cache allocated: the
-rank and size of the TP group are numbers that are set for the while.
+Any tensor- or pipeline-parallel rank can be built, since no collective runs while a model is constructed and its cache
+allocated: the ranks and sizes of the TP and PP groups are numbers that are set for the while.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.engine.arg_utils import EngineArgs
@@ -40,6 +40,7 @@ from kvferry.manifest import Identity, Manifest, Rank
 POOL_BYTES = 256 << 20
 MAX_TOKENS = 256
 CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -84,14 +85,16 @@ def _nemotron_h() -> Any:
     )
 
 
-def _granite_one_group() -> Any:
+def _granite(groups: int, heads: int = 4) -> Any:
+    fields = {**COMMON, "hidden_size": 32 * heads, "num_attention_heads": heads, "num_key_value_heads": heads}
+    fields["vocab_size"] = 64 * heads
     return transformers.GraniteMoeHybridConfig(
-        **COMMON,
-        shared_intermediate_size=256,
+        **fields,
+        shared_intermediate_size=64 * heads,
         num_hidden_layers=4,
         layer_types=["mamba", "attention", "mamba", "mamba"],
-        mamba_n_heads=8,
-        mamba_n_groups=1,
+        mamba_n_heads=2 * heads,
+        mamba_n_groups=groups,
         mamba_d_state=64,
         mamba_d_head=32,
         mamba_d_conv=4,
@@ -174,7 +177,9 @@ MODELS = {
     "llama-2kv": lambda: _llama(num_key_value_heads=2),
     "gemma3": _gemma3,
     "nemotron-h": _nemotron_h,
-    "granite-h-1g": _granite_one_group,
+    "granite-h-1g": lambda: _granite(1),
+    "granite-h-2g": lambda: _granite(2),
+    "granite-h-6": lambda: _granite(1, heads=6),
     "deepseek": _deepseek,
     "jamba": _jamba,
     "qwen3-next": _qwen3_next,
@@ -184,13 +189,21 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """One rank of one engine, as a user would configure it. `isa` is what the cache-write op runs with, where it is not to
-    be vLLM's choice for this CPU; `declared_isa` is what the adapter is told, where it is not to be the truth; `kernel`
-    has vLLM's allocator cut blocks into kernel blocks of that many tokens, as it does on other platforms."""
+    """One rank of one engine, as a user would configure it.
+
+    `isa` is what the cache-write op runs with, where it is not to be vLLM's choice for this CPU; `declared_isa` is what the
+    adapter is told, where it is not to be the truth. `kernel` has vLLM's allocator cut blocks into kernel blocks of that many
+    tokens, as it does on other platforms. `layers` says how many go to each pipeline stage, where it is not to be vLLM's
+    choice; `budget` how many tokens a step computes at most; `ahead` has steps scheduled before the tokens of the last one
+    are known. `engine` gives it KVFerry's connector with that id and `options`.
+    """
 
     model: str
     tp: int = 1
     rank: int = 0
+    pp: int = 1
+    stage: int = 0
+    layers: str = ""
     block: int = 32
     dtype: str = "float32"
     isa: str = ""
@@ -202,6 +215,13 @@ class Setup:
     backend: str | None = None
     kv_cache_dtype: str = "auto"
     kernel: int = 0
+    engine: str = ""
+    role: str = "kv_both"
+    failure_policy: str = "fail"
+    blocks: int = 40
+    budget: int = MAX_TOKENS
+    ahead: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,7 +251,7 @@ class Worker:
                 self.kv_cache_config,
                 self.kv_caches,
                 self.vllm_config,
-                Identity(engine, "1", setup.model, Rank(setup.rank, setup.tp)),
+                Identity(engine, "1", setup.model, Rank(setup.rank, setup.tp, setup.stage, setup.pp)),
                 version=vllm_version,
                 conv_layout=setup.conv,
             )
@@ -271,27 +291,50 @@ def start() -> None:
         parallel_state.initialize_model_parallel(1, 1)
 
 
+def _set_environment(setup: Setup) -> None:
+    os.environ[CONV_LAYOUT] = setup.conv
+    mamba_utils.get_conv_state_layout.cache_clear()
+    os.environ.pop(PARTITION, None)
+    if setup.layers:
+        os.environ[PARTITION] = setup.layers
+
+
 @contextmanager
-def _as_rank(config: Any, tp: int, rank: int) -> Iterator[None]:
+def as_rank(setup: Setup, config: Any) -> Iterator[None]:
+    """vLLM believes to be this rank of this engine."""
     start()
-    with set_current_vllm_config(config):
-        group = parallel_state._TP
-        before = group.world_size, group.rank_in_group
-        group.world_size, group.rank_in_group = tp, rank
-        try:
+    _set_environment(setup)
+    places = ((parallel_state._TP, setup.rank, setup.tp), (parallel_state._PP, setup.stage, setup.pp))
+    before = [(group, group.rank, group.ranks, group.rank_in_group, group.world_size) for group, _, _ in places]
+    config.parallel_config.rank = setup.stage * setup.tp + setup.rank
+    try:
+        for group, rank, size in places:
+            group.rank, group.ranks, group.rank_in_group, group.world_size = rank, list(range(size)), rank, size
+        with set_current_vllm_config(config):
             yield
-        finally:
-            group.world_size, group.rank_in_group = before
+    finally:
+        for group, *was in before:
+            group.rank, group.ranks, group.rank_in_group, group.world_size = was
 
 
 @contextmanager
 def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
     """What a user would pass; the model's folder lives as long as the context."""
-    os.environ[CONV_LAYOUT] = setup.conv
-    mamba_utils.get_conv_state_layout.cache_clear()
+    _set_environment(setup)
     with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as folder:
         MODELS[setup.model]().save_pretrained(folder)
         speculative = {"method": "ngram", "num_speculative_tokens": setup.speculative, "prompt_lookup_max": 2}
+        with_connector = {
+            "async_scheduling": setup.ahead,
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="KVFerryConnector",
+                kv_connector_module_path="kvferry.engines.vllm",
+                kv_role=setup.role,
+                engine_id=setup.engine,
+                kv_load_failure_policy=setup.failure_policy,
+                kv_connector_extra_config={"progress_thread": False, **dict(setup.options)},
+            ),
+        }
         yield {
             "model": folder,
             "skip_tokenizer_init": True,
@@ -299,34 +342,46 @@ def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
             "dtype": setup.dtype,
             "enforce_eager": True,
             "max_model_len": MAX_TOKENS,
-            "max_num_batched_tokens": MAX_TOKENS,
+            "max_num_batched_tokens": setup.budget,
             "max_num_seqs": 4,
             "tensor_parallel_size": setup.tp,
-            "distributed_executor_backend": "mp" if setup.tp > 1 else None,
+            "pipeline_parallel_size": setup.pp,
+            "distributed_executor_backend": "mp" if setup.tp * setup.pp > 1 else None,
             "block_size": setup.block,
             "enable_prefix_caching": setup.prefix_caching,
-            "num_gpu_blocks_override": 40,
+            "num_gpu_blocks_override": setup.blocks,
             "kv_cache_memory_bytes": POOL_BYTES,
             "disable_hybrid_kv_cache_manager": not setup.hma,
             "attention_backend": setup.backend,
             "kv_cache_dtype": setup.kv_cache_dtype,
             "speculative_config": speculative if setup.speculative else None,
+            **(with_connector if setup.engine else {}),
         }
+
+
+def _model(setup: Setup) -> tuple[Any, Any, dict[str, Any]]:
+    """A rank's configuration, its model, and the cache specs of its layers."""
+    with engine_args(setup) as args:
+        config = EngineArgs(**args).create_engine_config()
+    with as_rank(setup, config):
+        with torch.device("cpu"):
+            model = initialize_model(vllm_config=config)
+        current_platform.update_block_size_for_backend(config)
+        return config, model, attn_utils.get_kv_cache_spec(config)
 
 
 def build(setup: Setup) -> Worker:
     """In the order of vLLM's executor and worker: model, block size, specs, layout, config, backends, tensors."""
-    with engine_args(setup) as args:
-        config = EngineArgs(**args).create_engine_config()
-    with _as_rank(config, setup.tp, setup.rank):
-        with torch.device("cpu"):
-            model = initialize_model(vllm_config=config)
-        current_platform.update_block_size_for_backend(config)
-        specs = attn_utils.get_kv_cache_spec(config)
+    config, model, specs = _model(setup)
+    stages = [specs if stage == setup.stage else _model(replace(setup, stage=stage))[2] for stage in range(setup.pp)]
+    world = [stage for stage in stages for _ in range(setup.tp)]
+    with as_rank(setup, config):
         layouts = [layout.name for layout in get_supported_kv_cache_layouts(get_current_attn_backends(config))]
-        resolve_kv_cache_layout(config, [layouts] * setup.tp, list(specs.values()))
+        every = [spec for stage in stages for spec in stage.values()]
+        resolve_kv_cache_layout(config, [layouts] * len(world), every)
         register_all_kvcache_specs(config)
-        cache = get_kv_cache_configs(config, [specs] * setup.tp, [POOL_BYTES] * setup.tp)[setup.rank]
+        found = get_kv_cache_configs(config, world, [POOL_BYTES] * len(world))
+        cache = found[setup.stage * setup.tp + setup.rank]
         cache.kv_cache_layout = config.cache_config.kv_cache_layout
         device = torch.device("cpu")
         groups, _, kernel_blocks = attn_utils.init_attn_backend(cache, config, device)
@@ -394,5 +449,5 @@ def _numbers_fit(weight: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def workers(setup: Setup, side: str) -> tuple[Worker, ...]:
-    """All ranks of an engine. Sides have memory of their own, also where their setups are equal."""
-    return tuple(build(replace(setup, rank=rank)) for rank in range(setup.tp))
+    """All ranks of an engine, stage by stage. Sides have memory of their own, also where their setups are equal."""
+    return tuple(build(replace(setup, rank=rank, stage=stage)) for stage in range(setup.pp) for rank in range(setup.tp))

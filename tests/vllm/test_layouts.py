@@ -10,7 +10,7 @@ from engine import start
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.version import __version__ as vllm_version
 
-from kvferry.engines.vllm import CERTIFICATES, certified
+from kvferry.engines.vllm.layouts import CERTIFICATES, certified
 from kvferry.strided import spread
 
 pytestmark = pytest.mark.vllm

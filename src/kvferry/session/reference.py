@@ -19,6 +19,7 @@ from kvferry.errors import BadReferenceError
 from kvferry.manifest.schema import Count, Index, Name
 
 REFERENCE_VERSION: Final = 1
+SEAL: Final = "seal"
 
 Generation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 BlockId = Annotated[int, Meta(ge=-1, le=(1 << 40))]
@@ -67,10 +68,17 @@ def digest(tokens: Sequence[int], *, adapter: str = "", media: Sequence[tuple[st
 
 
 def to_params(reference: Reference) -> dict[str, Any]:
-    """As JSON-like values; the generation as text, since not every router keeps 63 bits of a number."""
+    """As JSON-like values under a seal; the generation as text, since not every router keeps 63 bits of a number."""
     out: dict[str, Any] = msgspec.to_builtins(reference)
     out["lease"]["generation"] = str(reference.lease.generation)
+    out[SEAL] = seal(reference)
     return out
+
+
+def seal(reference: Reference) -> str:
+    """Of everything the reference says. It keeps no secret: it finds damage that would pass for sound, such as the number of
+    another block."""
+    return hashlib.sha256(msgspec.json.encode(reference, order="sorted")).hexdigest()[:32]
 
 
 def from_params(params: object) -> Reference:
@@ -92,4 +100,6 @@ def from_params(params: object) -> Reference:
             text.encode()
     except (msgspec.ValidationError, ValueError, RecursionError, OverflowError) as error:
         raise BadReferenceError(f"the reference is damaged: {str(error)[:_SHOWN]}") from None
+    if params.get(SEAL) != seal(found):
+        raise BadReferenceError("the reference is not as it was given out; routers must relay kv_transfer_params as they are")
     return found

@@ -10,15 +10,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.session import Card, Closing, Lease, Load, Meeting
+from kvferry.session import Card, Closing, Lease, Load, Meeting, PeerKey
 
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """For every rank: words to kill, then words to make live; producers met; loads to start; loads that are refused."""
+    """For every rank: words to kill, then words to make live; producers forgotten, then those met; loads to start; loads that
+    are refused."""
 
     closing: tuple[Closing, ...] = ()
     opened: tuple[Lease, ...] = ()
+    forgotten: tuple[PeerKey, ...] = ()
     meetings: tuple[Meeting, ...] = ()
     loads: tuple[Load, ...] = ()
     refused: tuple[str, ...] = ()

@@ -162,7 +162,7 @@ class SchedulerHalf:
             return
         tokens = request.prompt_token_ids
         request.max_tokens = 1
-        if tokens is None or len(tokens) < 2 or request.skip_reading_prefix_cache or request.pooling_params is not None:
+        if tokens is None or len(tokens) < 2 or not _is_told_by_tokens(request) or not _ends_after_one_step(request):
             return
         if any(place + length >= len(tokens) for _, place, length in _media(request)):
             return
@@ -189,7 +189,7 @@ class SchedulerHalf:
     def _check(self, request: Any, reference: Reference) -> None:
         """The reference must be of this very prompt, or of its beginning."""
         tokens = request.prompt_token_ids
-        if tokens is None:
+        if tokens is None or not _is_told_by_tokens(request):
             raise BadReferenceError("a prompt of embeddings cannot be compared with what was prefilled")
         if reference.tokens >= len(tokens):
             raise BadReferenceError(f"the reference covers {reference.tokens} tokens, the prompt has {len(tokens)}")
@@ -290,8 +290,20 @@ class SchedulerHalf:
         for decode in self._decodes.values():
             self._forget_hashes(decode)
         return Orders(
-            closing, self._producer.take_opened(), tuple(pending.meetings), tuple(pending.loads), tuple(pending.refused)
+            closing,
+            self._producer.take_opened(),
+            self._forgotten(pending),
+            tuple(pending.meetings),
+            tuple(pending.loads),
+            tuple(pending.refused),
         )
+
+    def _forgotten(self, pending: _Pending) -> tuple[PeerKey, ...]:
+        """Producers that ranks may let go of; one that is met again in this very step is kept."""
+        gone = set(self._courier.forgotten() if self._courier is not None else ()) & self._announced
+        gone -= {load.peer for load in pending.loads}
+        self._announced -= gone
+        return tuple(gone)
 
     def results(self, sent: set[str], received: set[str], failed: set[str], report: Report | None) -> None:
         """What all ranks have reported of leases and loads."""
@@ -341,8 +353,9 @@ class SchedulerHalf:
     ) -> tuple[bool, dict[str, Any] | None]:
         identity = request.request_id
         try:
-            if request.status.name not in FINISHED or request.num_computed_tokens < prefill.tokens:
-                raise SessionError(f"it ended as {request.status.name}")
+            computed = request.num_computed_tokens
+            if request.status.name not in FINISHED or computed != prefill.tokens:
+                raise SessionError(f"it ended as {request.status.name} after {computed} of {prefill.tokens} tokens")
             blocks = tables_of(self._groups, block_ids, prefill.tokens)
             lease = self._producer.publish(identity, self._clock())
         except (SessionError, BindError) as error:
@@ -379,6 +392,16 @@ class SchedulerHalf:
             self._courier.close()
         if self._listener is not None:
             self._listener.close()
+
+
+def _is_told_by_tokens(request: Any) -> bool:
+    """Embeddings, also where they stand among tokens, are no part of a digest."""
+    return request.prompt_embeds is None
+
+
+def _ends_after_one_step(request: Any) -> bool:
+    """A prompt that is fed in pieces goes on; logprobs of the prompt and pooling want all of it."""
+    return not request.resumable and not request.skip_reading_prefix_cache and request.pooling_params is None
 
 
 def _media(request: Any) -> list[tuple[str, int, int]]:

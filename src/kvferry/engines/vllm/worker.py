@@ -76,6 +76,8 @@ class WorkerHalf:
                 self._sent.add(closing.request)
         for lease in orders.opened:
             self._words.live(lease)
+        for peer in orders.forgotten:
+            self._ferry.forget(peer)
         for meeting in orders.meetings:
             self._ferry.meet(meeting)
         for load in orders.loads:

@@ -1,0 +1,648 @@
+"""The connector against vLLM's own scheduler, aggregator, factory and requests, in the places where a connector goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from byte_crossing import HOLE
+from engine import Setup, as_rank, workers
+from served import Engine, engines, load, side, sides
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.engines.vllm import KVFerryConnector, register
+from kvferry.engines.vllm.scheduler import _digest
+from kvferry.engines.vllm.stats import COUNTERS, LABELLED
+from kvferry.engines.vllm.tables import tables_of
+from kvferry.errors import BindError, MismatchError, SessionError, TransportError
+from kvferry.session import Lease
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = list(range(7, 165))
+OTHER = list(range(8, 166))
+TOKENS = len(PROMPT) - 1
+NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
+
+
+def lease_of(params: dict[str, Any]) -> Lease:
+    said = params["kvferry"]["lease"]
+    return Lease(said["slot"], int(said["generation"]))
+
+
+def prefilled(producer: Engine, name: str = "r", prompt: list[int] = PROMPT, **sampling: Any) -> dict[str, Any]:
+    params = producer.prefill(name, prompt, **sampling)
+    assert params is not None
+    assert params["do_remote_prefill"]
+    return params
+
+
+def released(producer: Engine, ending: str = "released") -> None:
+    """The producer gets its blocks back, every rank having said so once."""
+    producer.step_until(lambda: not producer.scheduler.requests)
+    producer.idle()
+    assert producer.held == 0
+    assert set(producer.reported["sent"].values()) <= {1}
+    assert producer.counted[ending] == 1
+
+
+def ended(consumer: Engine, name: str = "r") -> FinishReason:
+    consumer.step_until(lambda: name in consumer.outputs and name not in consumer.scheduler.requests)
+    consumer.idle()
+    assert consumer.held == 0
+    return consumer.outputs[name].finish_reason
+
+
+def later(producer: Engine, seconds: float) -> None:
+    """The producer's clock goes ahead."""
+    half = producer.connector.scheduler
+    now = half._clock() + seconds
+    half._clock = lambda: now
+
+
+def slots(producer: Engine) -> list[int]:
+    """The words of every rank that are not dead."""
+    return [int(word) for c in producer.connectors for word in c.worker._words._words[: producer.setup.blocks] if word]
+
+
+class TestReports:
+    def test_a_load_is_over_once_the_slowest_rank_has_reported(self) -> None:
+        with engines(*sides("granite-h-1g", side(tp=1), side(tp=2))) as (there, here):
+            params = prefilled(there)
+            here.slow = {1}
+            here.scheduler.add_request(here.request("r", PROMPT, params))
+            here.step_until(lambda: here.reported["received"][0, "r"] == 1)
+            for _ in range(20):
+                here.step()
+            assert here.waits_for_bytes("r")
+            assert there.scheduler.requests
+            here.slow = set()
+            assert ended(here) is FinishReason.LENGTH
+            assert dict(here.reported["received"]) == {(0, "r"): 1, (1, "r"): 1}
+            released(there)
+
+    @pytest.mark.parametrize("policy", ["fail", "recompute"])
+    def test_a_load_that_fails_on_one_rank_has_failed(self, policy: str) -> None:
+        with engines(*sides("nemotron-h", side(tp=2), side(tp=2, failure_policy=policy))) as (there, here):
+            params = prefilled(there)
+            there.connectors[1].worker._words.kill(lease_of(params))
+            here.scheduler.add_request(here.request("r", PROMPT, params))
+            outcome = ended(here)
+            assert here.failed == {(1, "r")}
+            assert dict(here.reported["received"]) == {(0, "r"): 1, (1, "r"): 1}
+            assert here.counted["failed"] == 1
+            assert not here.counted["loaded"]
+            released(there)
+        recomputed = policy == "recompute"
+        assert outcome is (FinishReason.LENGTH if recomputed else FinishReason.ERROR)
+        assert here.scheduled["r"] == (len(PROMPT) if recomputed else 0)
+
+    def test_a_recomputed_request_is_not_loaded_again(self) -> None:
+        with engines(*sides("gemma3", {}, side(failure_policy="recompute"))) as (there, here):
+            params = prefilled(there)
+            there.connectors[0].worker._words.kill(lease_of(params))
+            request = here.request("r", PROMPT, params, max_tokens=4)
+            here.scheduler.add_request(request)
+            here.step_until(lambda: here.scheduled["r"] >= len(PROMPT))
+            assert here.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+            assert ended(here) is FinishReason.LENGTH
+            assert dict(here.reported["received"]) == {(0, "r"): 1}
+
+
+class TestStaleReferences:
+    """Bytes are accepted only while the producer's word stands, on every rank that is read."""
+
+    @pytest.mark.parametrize("killed", [[0], [1], [0, 1]])
+    def test_a_word_that_dies_before_it_is_read_fails_the_load(self, killed: list[int]) -> None:
+        with engines(*sides("nemotron-h", side(tp=2), {})) as (there, here):
+            params = prefilled(there)
+            ferry = here.connectors[0].worker._ferry
+            read = ferry._check
+
+            def late(*args: Any) -> None:
+                for rank in killed:
+                    there.connectors[rank].worker._words.kill(lease_of(params))
+                read(*args)
+
+            ferry._check = late
+            here.scheduler.add_request(here.request("r", PROMPT, params))
+            assert ended(here) is FinishReason.ERROR
+            assert here.failed == {(0, "r")}
+            assert dict(here.reported["received"]) == {(0, "r"): 1}
+            assert here.moved[0]["moved"] == 0
+
+    def test_blocks_that_were_freed_and_overwritten_while_they_were_read_are_never_accepted(self) -> None:
+        with engines(*sides("granite-h-1g", {}, side(tp=2))) as (there, here):
+            params = prefilled(there)
+            for connector in here.connectors:
+                read = connector.worker._ferry._check
+
+                def late(*args: Any, read: Any = read) -> None:
+                    there.connectors[0].worker._words.kill(lease_of(params))
+                    there.soil(77)
+                    read(*args)
+
+                connector.worker._ferry._check = late
+            here.scheduler.add_request(here.request("r", PROMPT, params))
+            assert ended(here) is FinishReason.ERROR
+            assert {rank for rank, _ in here.failed}
+
+    def test_a_lease_that_expired_is_not_read(self) -> None:
+        with engines(*sides("nemotron-h", side(tp=2), side(tp=2))) as (there, here):
+            params = prefilled(there)
+            assert len(slots(there)) == 2
+            later(there, 59.0)
+            there.step()
+            assert there.held
+            later(there, 2.0)
+            released(there, "expired")
+            assert slots(there) == []
+            there.soil(77)
+            here.scheduler.add_request(here.request("r", PROMPT, params))
+            assert ended(here) is FinishReason.ERROR
+            assert here.failed == {(0, "r"), (1, "r")}
+
+    def test_a_reference_that_is_replayed_after_its_slot_was_taken_again_is_refused(self) -> None:
+        with engines(*sides("llama", side(blocks=12), side(blocks=12))) as (there, here):
+            params = prefilled(there)
+            load(there, here, "r", PROMPT, params)
+            assert ended(here) is FinishReason.LENGTH
+            released(there)
+            for other in range(12):
+                taken = prefilled(there, f"other{other}", OTHER[:40])
+                if lease_of(taken).slot != lease_of(params).slot:
+                    later(there, 100.0)
+                    there.step_until(lambda: not there.scheduler.requests)
+            assert lease_of(taken).slot == lease_of(params).slot
+            here.scheduler.add_request(here.request("replayed", PROMPT, params))
+            assert ended(here, "replayed") is FinishReason.ERROR
+            assert slots(there) == [lease_of(taken).generation]
+            load(there, here, f"other{other}", OTHER[:40], taken)
+            assert ended(here, f"other{other}") is FinishReason.LENGTH
+
+    @pytest.mark.parametrize("policy", ["fail", "recompute"])
+    def test_a_crossed_reference_is_refused_and_releases_nobody(self, policy: str) -> None:
+        with engines(*sides("gemma3", {}, side(failure_policy=policy))) as (there, here):
+            mine, others = prefilled(there, "mine"), prefilled(there, "others", OTHER)
+            here.scheduler.add_request(here.request("crossed", PROMPT, others))
+            outcome = ended(here, "crossed")
+            assert outcome is (FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH)
+            assert here.counted["refused"] == 1
+            for name, prompt, params in (("mine", PROMPT, mine), ("others", OTHER, others)):
+                here.scheduler.add_request(here.request(name, prompt, params))
+                assert ended(here, name) is FinishReason.LENGTH
+                assert here.scheduled[name] == 1
+            there.step_until(lambda: not there.scheduler.requests)
+            assert there.counted["released"] == 2
+
+    @pytest.mark.parametrize("salt", ["", "other"])
+    def test_another_salt_is_another_prompt(self, salt: str) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = prefilled(there)
+            request = here.request("r", PROMPT, params)
+            request.cache_salt = salt
+            here.scheduler.add_request(request)
+            assert ended(here) is (FinishReason.ERROR if salt else FinishReason.LENGTH)
+
+
+class TestRefusedReferences:
+    DAMAGE: tuple[tuple[str, Any], ...] = (
+        ("absent", lambda p: p.pop("kvferry")),
+        ("damaged", lambda p: p["kvferry"].pop("lease")),
+        ("of another version", lambda p: p["kvferry"].update(version=99)),
+        ("of a longer prompt", lambda p: p["kvferry"].update(tokens=len(PROMPT))),
+        ("to nobody", lambda p: p["kvferry"].update(address="127.0.0.1:1")),
+        ("of another start", lambda p: p["kvferry"].update(incarnation="earlier")),
+    )
+
+    @pytest.mark.parametrize("policy", ["fail", "recompute"])
+    @pytest.mark.parametrize("damage", [d for _, d in DAMAGE], ids=[name for name, _ in DAMAGE])
+    def test_the_policy_decides_what_becomes_of_the_request(self, damage: Any, policy: str) -> None:
+        with engines(*sides("nemotron-h", {}, side(tp=2, failure_policy=policy))) as (there, here):
+            params = prefilled(there)
+            damage(params)
+            here.scheduler.add_request(here.request("r", PROMPT, params))
+            outcome = ended(here)
+            fails = policy == "fail"
+            assert outcome is (FinishReason.ERROR if fails else FinishReason.LENGTH)
+            assert here.scheduled["r"] == (0 if fails else len(PROMPT))
+            assert here.failed == ({(0, "r"), (1, "r")} if fails else set())
+            assert set(here.reported["received"].values()) == ({1} if fails else set())
+            assert here.counted["refused"] == 1
+            assert not here.counted["failed"]
+
+    def test_blocks_outside_the_producers_pool_fail_on_every_rank(self) -> None:
+        with engines(*sides("llama", {}, side(tp=2))) as (there, here):
+            params = prefilled(there)
+            params["kvferry"]["blocks"]["0"][1] = 1 << 30
+            here.scheduler.add_request(here.request("r", PROMPT, params))
+            assert ended(here) is FinishReason.ERROR
+            assert here.failed == {(0, "r"), (1, "r")}
+            released(there)
+
+    def test_embeddings_among_tokens_cannot_be_compared_with_what_was_prefilled(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            request = here.request("r", PROMPT, prefilled(there))
+            request.prompt_embeds, request.prompt_is_token_ids = torch.ones(len(PROMPT), 128), [False] * len(PROMPT)
+            here.scheduler.add_request(request)
+            assert ended(here) is FinishReason.ERROR
+            assert here.counted["refused"] == 1
+
+    def test_an_engine_that_only_produces_loads_nothing(self) -> None:
+        with engines(*sides("llama", {}, side(role="kv_producer"))) as (there, here):
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there)))
+            assert ended(here) is FinishReason.ERROR
+
+    def test_an_engine_that_only_consumes_holds_nothing(self) -> None:
+        with engines(Setup("llama", engine="D", role="kv_consumer")) as (here,):
+            assert here.prefill("r", PROMPT) == NOTHING
+            assert here.scheduled["r"] == len(PROMPT)
+            assert here.held == 0
+
+
+class TestPrefills:
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            side(max_tokens=16),
+            side(max_tokens=16, min_tokens=4),
+            side(max_tokens=16, stop=["end"], detokenize=True),
+            side(max_tokens=16, stop_token_ids=[5]),
+            side(max_tokens=16, ignore_eos=True, min_tokens=16),
+        ],
+        ids=lambda s: "-".join(s),
+    )
+    def test_one_step_of_all_but_the_last_token(self, sampling: dict[str, Any]) -> None:
+        with engines(Setup("nemotron-h", tp=2, engine="P")) as (there,):
+            params = prefilled(there, **sampling)
+            assert there.scheduled["r"] == TOKENS
+            assert there.outputs["r"].finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+            mine = Request("d", list(PROMPT), SamplingParams(), None)
+            assert params["kvferry"]["digest"] == _digest(mine, TOKENS)
+            there.step()
+            assert there.scheduled["r"] == TOKENS
+
+    def test_steps_that_are_scheduled_ahead_compute_nothing_more(self) -> None:
+        with engines(Setup("nemotron-h", engine="P", ahead=True)) as (there,):
+            there.scheduler.add_request(there.request("r", PROMPT, {"do_remote_decode": True}, max_tokens=16))
+            assert there.scheduler.schedule().num_scheduled_tokens == {"r": TOKENS}
+            assert there.scheduler.schedule().num_scheduled_tokens == {}
+
+    @pytest.mark.parametrize("computed", [TOKENS - 1, TOKENS + 1])
+    def test_a_state_after_another_number_of_tokens_is_not_published(self, computed: int) -> None:
+        with engines(Setup("nemotron-h", engine="P")) as (there,):
+            request = there.request("r", PROMPT, {"do_remote_decode": True})
+            there.scheduler.add_request(request)
+            there.scheduler.schedule()
+            request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, computed
+            blocks = there.scheduler.kv_cache_manager.get_block_ids("r")
+            assert there.connector.request_finished_all_groups(request, blocks) == (False, None)
+
+    def test_a_preempted_prefill_is_not_cut_twice(self) -> None:
+        with engines(*sides("nemotron-h", side(budget=64), {})) as (there, here):
+            request = there.request("r", PROMPT, {"do_remote_decode": True})
+            there.scheduler.add_request(request)
+            there.step()
+            assert request.num_computed_tokens == 64
+            there.scheduler.running.remove(request)
+            there.scheduler._preempt_request(request, 0.0)
+
+            params = there.finish_prefill(request)
+            assert there.scheduled["r"] == 64 + TOKENS
+            assert request.num_prompt_tokens == len(request.prompt_token_ids) == TOKENS
+            arrival = load(there, here, "r", PROMPT, params)
+            assert arrival.differences() == []
+            assert ended(here) is FinishReason.LENGTH
+            released(there)
+
+    def test_an_aborted_prefill_leaves_no_live_word(self) -> None:
+        with engines(Setup("nemotron-h", tp=2, budget=64, engine="P")) as (there,):
+            there.scheduler.add_request(there.request("r", PROMPT, {"do_remote_decode": True}))
+            there.step()
+            assert len(slots(there)) == 2
+            there.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            there.step()
+            assert slots(there) == []
+            assert there.held == 0
+            assert not there.reported["sent"]
+            prefilled(there, "next")
+
+    @pytest.mark.parametrize(
+        "what", ["one token", "prompt logprobs", "embeddings", "embeddings among tokens", "streaming input"]
+    )
+    def test_what_cannot_be_handed_over_takes_no_lease(self, what: str) -> None:
+        with engines(Setup("nemotron-h", engine="P")) as (there,):
+            tokens: list[int] | None = PROMPT[:1] if what == "one token" else PROMPT[:40]
+            more: dict[str, Any] = {}
+            if what == "embeddings":
+                tokens, more = None, {"prompt_embeds": torch.ones(40, 128)}
+            if what == "embeddings among tokens":
+                more = {"prompt_embeds": torch.ones(40, 128), "prompt_is_token_ids": [True] * 20 + [False] * 20}
+            if what == "streaming input":
+                more = {"resumable": True}
+            logprobs = 1 if what == "prompt logprobs" else None
+            params = {"kv_transfer_params": {"do_remote_decode": True}}
+            sampling = SamplingParams(max_tokens=4, prompt_logprobs=logprobs, extra_args=params)
+            request = Request("r", tokens, sampling, None, **more)
+            there.scheduler.add_request(request)
+            there.step()
+            assert slots(there) == []
+            assert request.num_prompt_tokens == (1 if what == "one token" else 40)
+            if what == "streaming input":
+                there.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            else:
+                assert there.outputs["r"].kv_transfer_params == NOTHING
+            assert there.held == 0
+
+    def test_the_producer_that_has_no_word_left_hands_out_no_reference(self) -> None:
+        with engines(Setup("llama", engine="P")) as (there,):
+            there.connector.scheduler._producer._free.clear()
+            assert there.prefill("r", PROMPT) is None
+            assert there.held == 0
+
+
+class TestWaysOut:
+    """Whatever becomes of a request at the consumer, the producer gets its blocks back, and the consumer its own."""
+
+    def test_abort_before_blocks_are_allocated(self) -> None:
+        with engines(*sides("nemotron-h", side(tp=2), side(tp=2))) as (there, here):
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there)))
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            released(there)
+            here.step()
+            assert here.held == 0
+            assert not here.reported["received"]
+
+    def test_abort_while_ranks_read(self) -> None:
+        with engines(*sides("nemotron-h", side(tp=2), side(tp=2))) as (there, here):
+            here.slow = {0, 1}
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there)))
+            here.step_until(lambda: here.waits_for_bytes("r"))
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            here.slow = {1}
+            here.step_until(lambda: here.reported["received"][0, "r"] == 1)
+            assert here.held > 0
+            assert there.held > 0
+            here.slow = set()
+            here.step_until(lambda: not here.scheduler.requests)
+            assert here.held == 0
+            released(there)
+            assert not here.connector.scheduler._decodes
+
+    def test_abort_after_the_load(self) -> None:
+        with engines(*sides("nemotron-h", side(tp=2), side(tp=2))) as (there, here):
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there), max_tokens=64))
+            here.step_until(lambda: here.scheduled["r"] > 2)
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            here.step()
+            assert here.held == 0
+            released(there)
+            assert not here.connector.scheduler._decodes
+
+    def test_a_consumer_that_has_it_all_loads_nothing(self) -> None:
+        prompt = PROMPT[:129]
+        with engines(*sides("llama", {}, side(tp=2), prefix_caching=True)) as (there, here):
+            for name in ("first", "second"):
+                params = prefilled(there, name, prompt)
+                here.scheduler.add_request(here.request(name, prompt, params))
+                assert ended(here, name) is FinishReason.LENGTH
+                there.step_until(lambda: not there.scheduler.requests)
+            assert dict(here.reported["received"]) == {(0, "first"): 1, (1, "first"): 1}
+            assert (here.counted["loaded"], here.counted["nothing"]) == (1, 1)
+            assert there.counted["released"] == 2
+
+    def test_a_consumer_that_computes_prompt_logprobs_loads_nothing(self) -> None:
+        with engines(*sides("nemotron-h", {}, {})) as (there, here):
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there), prompt_logprobs=1))
+            assert ended(here) is FinishReason.LENGTH
+            assert here.scheduled["r"] == len(PROMPT)
+            assert not here.reported["received"]
+            released(there)
+
+    def test_a_preempted_consumer_computes_what_it_had_loaded(self) -> None:
+        with engines(*sides("nemotron-h", {}, side(tp=2))) as (there, here):
+            request = here.request("r", PROMPT, prefilled(there), max_tokens=64)
+            here.scheduler.add_request(request)
+            here.step_until(lambda: here.scheduled["r"] == 2)
+            released(there)
+            here.scheduler.running.remove(request)
+            here.scheduler._preempt_request(request, 0.0)
+            assert here.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+            here.step()
+            assert here.scheduled["r"] == 2 + len(PROMPT) + 2
+            assert set(here.reported["received"].values()) == {1}
+
+    @pytest.mark.parametrize("policy", ["fail", "recompute"])
+    def test_a_producer_that_is_gone(self, policy: str) -> None:
+        with engines(*sides("nemotron-h", {}, side(failure_policy=policy))) as (there, here):
+            params = prefilled(there)
+            there.connector.shutdown()
+            here.scheduler.add_request(here.request("r", PROMPT, params))
+            assert ended(here) is (FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH)
+
+    def test_a_read_that_cannot_be_posted_fails_one_request_and_the_next_one_loads(self) -> None:
+        with engines(*sides("nemotron-h", {}, side(tp=2))) as (there, here):
+            transport = here.connectors[1].worker._ferry._transport
+            read = transport.read
+
+            def broken(*args: Any, **kwargs: Any) -> Any:
+                transport.read = read
+                raise TransportError("the wire is cut")
+
+            transport.read = broken
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there)))
+            assert ended(here) is FinishReason.ERROR
+            assert here.failed == {(1, "r")}
+            arrival = load(there, here, "next", PROMPT, prefilled(there, "next"))
+            assert arrival.differences() == []
+
+
+class TestPeers:
+    def test_a_producer_that_is_named_at_the_start_is_known_before_the_first_request(self) -> None:
+        with engines(Setup("nemotron-h", tp=2, engine="P")) as (there,):
+            peers = (("peers", (there.connector.scheduler._address,)),)
+            with engines(Setup("nemotron-h", engine="D", options=peers)) as (here,):
+                load(there, here, "r", PROMPT, prefilled(there))
+                assert ended(here) is FinishReason.LENGTH
+
+    def test_a_producer_that_cannot_be_read_ends_the_start(self) -> None:
+        with engines(Setup("llama", engine="P")) as (there,):
+            peers = (("peers", (there.connector.scheduler._address,)),)
+            with pytest.raises(MismatchError, match="model"), engines(Setup("gemma3", engine="D", options=peers)):
+                pass
+
+    def test_a_producer_that_is_not_there_yet_does_not(self) -> None:
+        with engines(Setup("llama", engine="D", options=(("peers", ("127.0.0.1:1",)),))) as (here,):
+            here.scheduler.add_request(here.request("r", PROMPT, None))
+            assert ended(here) is FinishReason.LENGTH
+
+    def test_another_model_is_refused_when_a_request_names_it(self) -> None:
+        with engines(Setup("llama", engine="P"), Setup("llama-2kv", engine="D")) as (there, here):
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there)))
+            assert ended(here) is FinishReason.ERROR
+            assert here.counted["refused"] == 1
+            released(there)
+
+
+def test_everything_that_is_counted_is_exported() -> None:
+    known = {*COUNTERS, *(key for _, keys, _ in LABELLED.values() for key in keys)}
+    with engines(*sides("nemotron-h", side(tp=2), side(tp=2))) as (there, here):
+        load(there, here, "r", PROMPT, prefilled(there))
+        assert ended(here) is FinishReason.LENGTH
+        here.scheduler.add_request(here.request("refused", PROMPT, {"do_remote_prefill": True}))
+        assert ended(here, "refused") is FinishReason.ERROR
+        released(there)
+        counted = set(here.counted) | set(there.counted)
+        assert counted == {
+            "held",
+            "released",
+            "loaded",
+            "tokens",
+            "refused",
+            "moved",
+            "predicted",
+            "runs",
+            "posting_s",
+            "wire_s",
+        }
+        assert here.counted["tokens"] == TOKENS
+    assert counted <= known
+
+
+class TestTables:
+    def test_null_blocks_are_holes(self) -> None:
+        groups = workers(Setup("gemma3"), "P")[0].kv_cache_config.kv_cache_groups
+        found = tables_of(groups, ([0, 0, 5, 6], [0, 0, 7, 8], [1, 2, 3, 4]), 128)
+        assert found == {0: [HOLE, HOLE, 5, 6], 1: [HOLE, HOLE, 7, 8], 2: [1, 2, 3, 4]}
+
+    def test_blocks_past_the_last_token_are_left_out(self) -> None:
+        groups = workers(Setup("gemma3"), "P")[0].kv_cache_config.kv_cache_groups
+        assert tables_of(groups, ([1, 2, 3], [4, 5, 6], [7, 8, 9]), 64) == {0: [1, 2], 1: [4, 5], 2: [7, 8]}
+
+    @pytest.mark.parametrize(("tokens", "place"), [(1, 0), (32, 0), (33, 1), (64, 1), (65, 2)])
+    def test_with_prefix_caching_a_state_lies_in_the_block_of_its_last_token(self, tokens: int, place: int) -> None:
+        groups = workers(Setup("nemotron-h", prefix_caching=True), "P")[0].kv_cache_config.kv_cache_groups
+        assert {g.kv_cache_spec.block_size for g in groups} == {32}
+        found = tables_of(groups, ([11, 12, 13, 99], [21, 22, 23, 99], [31, 32, 33, 34]), tokens)
+        assert (found[0], found[1]) == (11 + place, 21 + place)
+
+    def test_without_prefix_caching_speculative_blocks_are_not_the_state(self) -> None:
+        groups = workers(Setup("granite-h-1g", speculative=2), "P")[0].kv_cache_config.kv_cache_groups
+        states = [i for i, g in enumerate(groups) if type(g.kv_cache_spec).__name__ == "MambaSpec"]
+        found = tables_of(groups, tuple([10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(len(groups))), 20)
+        assert [found[i] for i in states] == [10 * i + 1 for i in states]
+
+    @pytest.mark.parametrize("ids", [[], [0], [0, 0]])
+    def test_a_state_that_no_block_holds_is_refused(self, ids: list[int]) -> None:
+        groups = workers(Setup("nemotron-h"), "P")[0].kv_cache_config.kv_cache_groups
+        with pytest.raises(BindError, match="group 0: no block holds the state after 20 tokens"):
+            tables_of(groups, (ids, [1], [1]), 20)
+
+    def test_a_reference_says_where_the_window_let_go(self) -> None:
+        with engines(Setup("gemma3", engine="P")) as (there,):
+            blocks = prefilled(there)["kvferry"]["blocks"]
+            assert [table[:3].count(HOLE) for _, table in sorted(blocks.items())] == [2, 2, 0]
+            assert not any(0 in table for table in blocks.values())
+
+
+class TestFills:
+    def test_the_null_block_is_neither_read_nor_written(self) -> None:
+        with engines(*sides("gemma3", {}, side(tp=2))) as (there, here):
+            params = prefilled(there)
+            for engine, value in ((there, 0xAA), (here, 0xBB)):
+                for worker in engine.ranks:
+                    for cache in worker.kv_caches.values():
+                        cache[0].view(torch.uint8).fill_(value)
+            arrival = load(there, here, "r", PROMPT, params)
+            assert arrival.differences() == []
+            for worker in here.ranks:
+                for cache in worker.kv_caches.values():
+                    assert (cache[0].view(torch.uint8) == 0xBB).all()
+
+    @pytest.mark.parametrize("model", ["gemma3", "nemotron-h", "granite-h-1g"])
+    def test_a_loaded_block_keeps_nothing_of_what_was_there(self, model: str) -> None:
+        with engines(*sides(model, {}, side(block=64, speculative=2 if model == "granite-h-1g" else 0))) as (there, here):
+            (worker,) = here.ranks
+            worker.memory[:] = 0xFF
+            arrival = load(there, here, "r", PROMPT, prefilled(there))
+            assert arrival.differences() == []
+            for index, group in enumerate(worker.kv_cache_config.kv_cache_groups):
+                blocks = [block for block in here.table("r", TOKENS)[index] if block != HOLE]
+                for name in group.layer_names:
+                    cache = worker.kv_caches[name]
+                    loaded = cache[blocks] if len(cache) == here.setup.blocks else cache.unflatten(0, (40, -1))[blocks]
+                    held = loaded.contiguous().view(torch.float32)
+                    assert not held.isnan().any()
+
+
+class TestNames:
+    def test_the_class_has_the_name_that_users_write(self) -> None:
+        assert KVFerryConnector.__name__ == "KVFerryConnector"
+        assert supports_hma(KVFerryConnector)
+
+    @pytest.mark.parametrize("path", ["kvferry.engines.vllm", None], ids=["by its module", "by its name"])
+    def test_vllms_factory_makes_it(self, path: str | None) -> None:
+        register()
+        register()
+        worker = workers(Setup("llama", engine="P"), "P")[0]
+        transfer = KVTransferConfig(
+            kv_connector="KVFerryConnector", kv_connector_module_path=path, kv_role="kv_both", engine_id="P"
+        )
+        assert KVConnectorFactory.get_connector_class(transfer) is KVFerryConnector
+        assert KVConnectorFactory.supports_hma_config(transfer)
+        config = replace_field(worker.vllm_config, "kv_transfer_config", transfer)
+        made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, worker.kv_cache_config)
+        try:
+            assert isinstance(made, KVFerryConnector)
+        finally:
+            made.shutdown()
+
+    def test_vllm_is_told_of_it_by_an_entry_point(self) -> None:
+        tomllib = pytest.importorskip("tomllib")
+        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+        assert project["entry-points"]["vllm.general_plugins"] == {"kvferry": "kvferry.engines.vllm:register"}
+
+    @pytest.mark.parametrize(("model", "layout"), [("llama", "LBHNC"), ("nemotron-h", "LBHNC"), ("deepseek", None)])
+    def test_caches_are_asked_for_head_by_head_where_there_are_heads(self, model: str, layout: str | None) -> None:
+        config = workers(Setup(model), "P")[0].vllm_config
+        assert KVFerryConnector.get_required_kvcache_layout(config) == layout
+
+    @pytest.mark.parametrize("field", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+    @pytest.mark.parametrize("role", list(KVConnectorRole))
+    def test_context_parallelism_is_refused(self, field: str, role: KVConnectorRole) -> None:
+        worker = workers(Setup("llama", engine="P"), "P")[0]
+        parallel = replace_field(worker.vllm_config.parallel_config, field, 2)
+        config = replace_field(worker.vllm_config, "parallel_config", parallel)
+        with as_rank(worker.setup, worker.vllm_config), pytest.raises(SessionError, match=rf"{field} > 1: .*set it to 1"):
+            KVConnectorFactory.create_connector(config, role, worker.kv_cache_config)
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ((("lease", 3),), r"no option 'lease'; did you mean lease_s\?"),
+            ((("zzz", 3),), r"no option 'zzz'; there are listen, "),
+            ((("lease_s", 0),), r"lease_s"),
+            ((("listen", "0.0.0.0:0"),), r"needs a key: set key_file"),
+            ((("peers", ("nowhere",)),), r"'nowhere' is not an address"),
+        ],
+        ids=lambda o: o[0][0] if isinstance(o, tuple) else "",
+    )
+    def test_wrong_options_are_named_at_the_start(self, options: tuple[tuple[str, Any], ...], said: str) -> None:
+        worker = workers(Setup("llama", engine="P", options=options), "P")[0]
+        with as_rank(worker.setup, worker.vllm_config), pytest.raises(SessionError, match=said):
+            KVConnectorFactory.create_connector(worker.vllm_config, KVConnectorRole.WORKER, worker.kv_cache_config)
+
+
+def replace_field(config: Any, field: str, value: Any) -> Any:
+    """A shallow copy: vLLM's configurations check themselves when they are made."""
+    made = object.__new__(type(config))
+    made.__dict__.update(config.__dict__)
+    made.__dict__[field] = value
+    return made

@@ -1,0 +1,108 @@
+"""Engines that the matrix has no place for: gated delta nets, data-parallel producers, and the two of the documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossing.checkpoints import checkpoint
+from crossing.compare import differences
+from crossing.connectors import OURS
+from crossing.legs import ask, ask_all, cross, cross_all, prompt
+from crossing.metrics import counted, counters
+from crossing.server import Engine, servers
+from crossing.zygote import Zygote
+
+pytestmark = pytest.mark.vllm
+
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+
+
+def test_a_gated_delta_net_goes_on_as_an_engine_that_computed_the_last_token_apart(zygote: Zygote, checkpoints: Path) -> None:
+    """In bfloat16 a prompt computed at once and one whose last token is computed apart differ by more than a tie. So the
+    reference is an engine whose steps hold one token less than the prompt; with the same steps, nothing may differ."""
+    made, tokens = checkpoint("qwen3-next", checkpoints), 64
+    apart = Engine(made, flags=(f"--max-num-batched-tokens={tokens - 1}", "--max-num-seqs=8"))
+    prompts = [prompt(tokens, seed) for seed in range(5)]
+    with servers(zygote, {"P": Engine(made, OURS), "D": Engine(made, OURS), "apart": apart}) as up:
+        before = counters(up["D"])
+        crossed = [cross(up["P"], up["D"], it) for it in prompts]
+        reference = [ask(up["apart"], it) for it in prompts]
+        counts = counted(up["D"], before, lambda c: c.prompt_tokens >= tokens * len(prompts))
+    assert [it.decode.tokens for it in crossed] == [it.tokens for it in reference]
+    assert [it.decode.logprobs for it in crossed] == [it.logprobs for it in reference]
+    assert counts.tokens_loaded == (tokens - 1) * len(prompts)
+    assert counts.bytes_moved == counts.bytes_predicted > 0
+
+
+def test_each_of_several_data_parallel_producers_has_a_name_and_a_port(zygote: Zygote, checkpoints: Path) -> None:
+    made = checkpoint("llama", checkpoints)
+    port = neighbouring_ports()
+    listening = replace(OURS, settings={"listen": f"127.0.0.1:{port}"})
+    producer = Engine(made, listening, flags=("--data-parallel-size=2",), environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    prompts = [prompt(n) for n in (33, 64, 100, 150, 200, 300)]
+    with servers(zygote, {"P": producer, "D": Engine(made, OURS)}) as up:
+        reference = ask_all(up["D"], prompts)
+        before = counters(up["D"])
+        crossed = cross_all(up["P"], up["D"], prompts)
+        wanted = sum(map(len, prompts)) - len(prompts)
+        counts = counted(up["D"], before, lambda c: c.tokens_loaded >= wanted)
+    assert [it.why for it in differences(crossed, reference, "float32") if not it.right] == []
+    seen = {(it.prefill.params["remote_engine_id"][-4:], it.prefill.params["remote_port"]) for it in crossed}
+    assert seen == {("_dp0", port), ("_dp1", port + 1)}
+    assert counts.tokens_loaded == wanted
+    assert counts.bytes_moved == counts.bytes_predicted > 0
+
+
+def neighbouring_ports() -> int:
+    """The first of two free ones."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            try:
+                two.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def shown(info: str) -> list[str]:
+    return re.findall(rf"^```{info}\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def shown_config(command: str) -> dict[str, Any]:
+    words = shlex.split(command)
+    assert words[:3] == ["vllm", "serve", "MODEL"]
+    config: dict[str, Any] = json.loads(words[words.index("--kv-transfer-config") + 1])
+    return config
+
+
+def test_the_engines_and_the_router_of_the_documentation_work_together(zygote: Zygote, checkpoints: Path) -> None:
+    made = checkpoint("llama", checkpoints)
+    configs = [shown_config(it) for it in shown("vllm")]
+    assert [it["kv_role"] for it in configs] == ["kv_producer", "kv_consumer"]
+    producer, consumer = (Engine(made, flags=(f"--kv-transfer-config={json.dumps(it)}",)) for it in configs)
+    (router,) = shown("python router")
+    with servers(zygote, {"P": producer, "D": consumer}) as up:
+        for address, server in (("127.0.0.1:8100", up["P"]), ("127.0.0.1:8200", up["D"])):
+            assert address in router
+            router = router.replace(address, f"127.0.0.1:{server.port}")
+        names: dict[str, Any] = {}
+        exec(compile(router, str(PAGE), "exec"), names)
+        tokens = prompt(100)
+        before = counters(up["D"])
+        body = {"model": "tiny", "prompt": list(tokens), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        answer = names["complete"](body)
+        counts = counted(up["D"], before, lambda c: c.tokens_loaded >= len(tokens) - 1)
+        alone = ask(up["D"], tokens, max_new=8)
+    assert tuple(answer["choices"][0]["token_ids"]) == alone.tokens
+    assert counts.tokens_loaded == len(tokens) - 1
+    assert counts.bytes_moved > 0
