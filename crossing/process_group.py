@@ -70,7 +70,6 @@ def _shared_memory(group: int) -> set[Path]:
             lines = (process / "maps").read_text().splitlines()
         except OSError:
             continue
-        found |= {
-            Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED_MEMORY}/" in line and not line.endswith("(deleted)")
-        }
+        shared = (line for line in lines if f" {SHARED_MEMORY}/" in line and not line.endswith("(deleted)"))
+        found |= {Path(line.split(maxsplit=5)[5]) for line in shared}
     return found
