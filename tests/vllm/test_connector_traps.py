@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from byte_crossing import HOLE
@@ -22,7 +23,7 @@ from kvferry.engines.vllm.scheduler import _digest
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
 from kvferry.engines.vllm.tables import tables_of
 from kvferry.errors import BindError, MismatchError, SessionError, TransportError
-from kvferry.session import Lease
+from kvferry.session import Lease, from_params, to_params
 
 pytestmark = pytest.mark.vllm
 
@@ -35,6 +36,11 @@ NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
 def lease_of(params: dict[str, Any]) -> Lease:
     said = params["kvferry"]["lease"]
     return Lease(said["slot"], int(said["generation"]))
+
+
+def say(params: dict[str, Any], **changes: Any) -> None:
+    """Another reference, as a producer would have given it out."""
+    params["kvferry"] = to_params(msgspec.structs.replace(from_params(params["kvferry"]), **changes))
 
 
 def prefilled(producer: Engine, name: str = "r", prompt: list[int] = PROMPT, **sampling: Any) -> dict[str, Any]:
@@ -217,9 +223,10 @@ class TestRefusedReferences:
         ("absent", lambda p: p.pop("kvferry")),
         ("damaged", lambda p: p["kvferry"].pop("lease")),
         ("of another version", lambda p: p["kvferry"].update(version=99)),
-        ("of a longer prompt", lambda p: p["kvferry"].update(tokens=len(PROMPT))),
-        ("to nobody", lambda p: p["kvferry"].update(address="127.0.0.1:1")),
-        ("of another start", lambda p: p["kvferry"].update(incarnation="earlier")),
+        ("changed on its way", lambda p: p["kvferry"].update(tokens=3)),
+        ("of a longer prompt", lambda p: say(p, tokens=len(PROMPT))),
+        ("to nobody", lambda p: say(p, address="127.0.0.1:1")),
+        ("of another start", lambda p: say(p, incarnation="earlier")),
     )
 
     @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -241,7 +248,8 @@ class TestRefusedReferences:
     def test_blocks_outside_the_producers_pool_fail_on_every_rank(self) -> None:
         with engines(*sides("llama", {}, side(tp=2))) as (there, here):
             params = prefilled(there)
-            params["kvferry"]["blocks"]["0"][1] = 1 << 30
+            blocks = params["kvferry"]["blocks"]["0"]
+            say(params, blocks={"0": [1 << 30, *blocks[1:]]})
             here.scheduler.add_request(here.request("r", PROMPT, params))
             assert ended(here) is FinishReason.ERROR
             assert here.failed == {(0, "r"), (1, "r")}
