@@ -7,6 +7,7 @@ lease against the word in the producer's memory, the content against the digest 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
@@ -67,21 +68,22 @@ def digest(tokens: Sequence[int], *, adapter: str = "", media: Sequence[tuple[st
     return state.hexdigest()[:32]
 
 
-def to_params(reference: Reference) -> dict[str, Any]:
+def to_params(reference: Reference, secret: bytes = b"") -> dict[str, Any]:
     """As JSON-like values under a seal; the generation as text, since not every router keeps 63 bits of a number."""
     out: dict[str, Any] = msgspec.to_builtins(reference)
     out["lease"]["generation"] = str(reference.lease.generation)
-    out[SEAL] = seal(reference)
+    out[SEAL] = seal(reference, secret)
     return out
 
 
-def seal(reference: Reference) -> str:
-    """Of everything the reference says. It keeps no secret: it finds damage that would pass for sound, such as the number of
-    another block."""
-    return hashlib.sha256(msgspec.json.encode(reference, order="sorted")).hexdigest()[:32]
+def seal(reference: Reference, secret: bytes = b"") -> str:
+    """Of everything the reference says. It finds damage that would pass for sound, such as the number of another block; with
+    the cluster's secret, forgery too."""
+    said = msgspec.json.encode(reference, order="sorted")
+    return hmac.digest(b"kvferry reference " + secret, said, "sha256").hex()[:32]
 
 
-def from_params(params: object) -> Reference:
+def from_params(params: object, secret: bytes = b"") -> Reference:
     """Read what a router relayed; raises BadReferenceError saying which field is wrong."""
     if not isinstance(params, Mapping):
         raise BadReferenceError("the reference is not an object; routers must relay kv_transfer_params as they are")
@@ -100,6 +102,8 @@ def from_params(params: object) -> Reference:
             text.encode()
     except (msgspec.ValidationError, ValueError, RecursionError, OverflowError) as error:
         raise BadReferenceError(f"the reference is damaged: {str(error)[:_SHOWN]}") from None
-    if params.get(SEAL) != seal(found):
-        raise BadReferenceError("the reference is not as it was given out; routers must relay kv_transfer_params as they are")
+    if params.get(SEAL) != seal(found, secret):
+        raise BadReferenceError(
+            "the reference is not as it was given out, or under another key; routers must relay kv_transfer_params as they are"
+        )
     return found

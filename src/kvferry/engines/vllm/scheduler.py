@@ -95,6 +95,7 @@ class SchedulerHalf:
         self._options, self._clock = options, clock
         self._recompute = transfer.kv_load_failure_policy == "recompute"
         self._key = options.key
+        self._secret = self._key.secret if self._key is not None else b""
         self._cards: tuple[Card, ...] = ()
         self._producer = Producer(self._incarnation, kv_cache_config.num_blocks, options.lease_s)
         self._listener: Listener | None = None
@@ -178,7 +179,7 @@ class SchedulerHalf:
                 raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
             if "kvferry" not in params:
                 raise BadReferenceError("kv_transfer_params carry no reference of KVFerry; does the producer run it too?")
-            reference = from_params(params["kvferry"])
+            reference = from_params(params["kvferry"], self._secret)
             self._check(request, reference)
         except BadReferenceError as error:
             found.reason = str(error)
@@ -381,7 +382,7 @@ class SchedulerHalf:
             "remote_request_id": identity,
             "remote_host": host,
             "remote_port": int(port),
-            "kvferry": to_params(reference),
+            "kvferry": to_params(reference, self._secret),
         }
 
     def stats(self) -> FerryStats | None:
