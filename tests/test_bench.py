@@ -102,22 +102,28 @@ def test_patterns_tell_ranks_and_places_apart():
     assert len(pattern(0, 13)) == 13
 
 
-def test_medians_take_turns_and_throw_the_first_round_away():
+def test_actions_take_turns_and_the_first_round_is_thrown_away():
     calls: list[str] = []
 
     def action(name: str):
         return lambda: calls.append(name) or float(len(calls))
 
-    found = measure.medians({"a": action("a"), "b": action("b")}, 3)
+    found = measure.measured({"a": action("a"), "b": action("b")}, 3)
     assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
-    assert found == {"a": 5.0, "b": 6.0}
+    assert found.samples == {"a": [4.0, 5.0, 8.0], "b": [3.0, 6.0, 7.0]}
+    assert (found.median("a"), found.median("b")) == (5.0, 6.0)
+
+
+def test_a_slow_spell_that_outlasts_a_round_does_not_change_a_ratio():
+    rounds = measure.Rounds({"stock": [2.0, 2.0, 20.0, 20.0, 2.0], "kvferry": [1.0, 1.0, 10.0, 10.0, 10.0]})
+    assert rounds.ratio("stock", "kvferry") == 2.0
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_what_goes_before_an_action_in_one_round_comes_after_it_in_the_next(count):
     calls: list[str] = []
     names = "abcd"[:count]
-    measure.medians({name: lambda name=name: calls.append(name) or 1.0 for name in names}, 2 * count - 1)
+    measure.measured({name: lambda name=name: calls.append(name) or 1.0 for name in names}, 2 * count - 1)
     rounds = ["".join(calls[i : i + count]) for i in range(0, len(calls), count)]
     assert all(sorted(found) == list(names) for found in rounds)
     assert [found[::-1] for found in rounds[::2]] == rounds[1::2]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from kvferry.bench.case import Case
-from kvferry.bench.measure import LEAST_REPEATS, Action, Tick, medians, silent, timed
+from kvferry.bench.measure import REPEATS, Action, Tick, measured, silent, timed
 from kvferry.bench.stock import RefusedError, Stock, refuse
 from kvferry.models import Side
 from kvferry.plan import Binder
@@ -51,7 +51,7 @@ def cases(
     ]
 
 
-def run(found: Sequence[Case], repeats: int = LEAST_REPEATS, tick: Tick = silent) -> list[Bound]:
+def run(found: Sequence[Case], repeats: int = REPEATS, tick: Tick = silent) -> list[Bound]:
     return [measure(case, repeats, tick) for case in found]
 
 
@@ -68,14 +68,14 @@ def measure(case: Case, repeats: int, tick: Tick) -> Bound:
     stock, remark = stock_of(case)
     if stock is not None:
         actions["stock"] = lambda: timed(lambda: stock.indices(request))
-    times = medians(actions, repeats, tick)
-    theirs = times.get("stock")
+    rounds = measured(actions, repeats, tick)
     return Bound(
         case.name, case.shape.name, case.prefill, case.decode, case.order, case.tokens,
-        times["indices"], indexed(),
-        theirs, sum(len(src) for src, _ in stock.indices(request)) if stock else None, remark,
-        theirs / times["indices"] if theirs else None,
-        times["addresses"], sum(len(copies) for copies in binder.bind(request).copies),
+        rounds.median("indices"), indexed(),
+        rounds.median("stock") if stock else None,
+        sum(len(src) for src, _ in stock.indices(request)) if stock else None, remark,
+        rounds.ratio("stock", "indices") if stock else None,
+        rounds.median("addresses"), sum(len(copies) for copies in binder.bind(request).copies),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from kvferry.bench.agents import Agent, StockLists, load_nixl
 from kvferry.bench.bind import stock_of
 from kvferry.bench.case import Case, placed, size_of
 from kvferry.bench.child import child
-from kvferry.bench.measure import LEAST_REPEATS, Action, Tick, medians, silent, timed
+from kvferry.bench.measure import REPEATS, Action, Tick, measured, silent, timed
 from kvferry.bench.memory import HostMemory
 from kvferry.bench.stock import Stock
 from kvferry.errors import BenchError
@@ -86,7 +86,7 @@ def cases(
     ]
 
 
-def run(found: Sequence[Case], repeats: int = LEAST_REPEATS, tick: Tick = silent, *, footprints: bool = True) -> list[Prepared]:
+def run(found: Sequence[Case], repeats: int = REPEATS, tick: Tick = silent, *, footprints: bool = True) -> list[Prepared]:
     load_nixl()
     return [measure(case, repeats, tick, footprints=footprints) for case in found]
 
@@ -95,7 +95,7 @@ def measure(case: Case, repeats: int, tick: Tick = silent, *, footprints: bool =
     ends = _Ends(case)
     try:
         actions: dict[str, Action] = {"plan": lambda: timed(ends.planned), "kvferry": ends.ferry, "stock": ends.stock}
-        times = medians(actions, repeats, tick)
+        rounds = measured(actions, repeats, tick)
         rows, descriptors = ends.rows, ends.descriptors
     finally:
         ends.close()
@@ -103,7 +103,7 @@ def measure(case: Case, repeats: int, tick: Tick = silent, *, footprints: bool =
     theirs = footprint(case, "stock") if footprints else None
     return Prepared(
         case.name, case.prefill, case.decode, case.regions, case.producers[0].groups[0].blocks, rows, descriptors,
-        times["plan"], times["kvferry"], times["stock"], times["stock"] / times["kvferry"],
+        rounds.median("plan"), rounds.median("kvferry"), rounds.median("stock"), rounds.ratio("stock", "kvferry"),
         ours, theirs,
         theirs.peak / ours.peak if ours and theirs else None,
         theirs.kept / ours.kept if ours and theirs else None,

@@ -1,9 +1,10 @@
-"""Medians of actions measured in turn, so that a machine's moods hit all of them alike."""
+"""Actions measured in turn, so that a machine's moods hit all of them alike, and what the rounds say of them."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
@@ -12,6 +13,7 @@ from kvferry.errors import BenchError
 Action = Callable[[], float]
 Tick = Callable[[], None]
 
+REPEATS = 31
 LEAST_REPEATS = 15
 
 
@@ -25,7 +27,23 @@ def timed(action: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def medians(actions: Mapping[str, Action], repeats: int, tick: Tick = silent) -> dict[str, float]:
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds of every action, round by round."""
+
+    samples: Mapping[str, list[float]]
+
+    def median(self, name: str) -> float:
+        return median(self.samples[name])
+
+    def ratio(self, baseline: str, name: str) -> float:
+        """How many times faster than the baseline: the median of the rounds' own ratios, since a slow spell that outlasts a
+        round slows both, and would tear two medians apart."""
+        pairs = zip(self.samples[baseline], self.samples[name], strict=True)
+        return median(theirs / ours for theirs, ours in pairs)
+
+
+def measured(actions: Mapping[str, Action], repeats: int, tick: Tick = silent) -> Rounds:
     """Every action says how long it took, so that cleaning up is not counted; one round goes first and is thrown away.
 
     Rounds begin with every action in turn, and every other one runs backwards: what goes before an action, and leaves it
@@ -43,4 +61,4 @@ def medians(actions: Mapping[str, Action], repeats: int, tick: Tick = silent) ->
             if turn:
                 found[name].append(seconds)
         tick()
-    return {name: median(samples) for name, samples in found.items()}
+    return Rounds(found)

@@ -153,9 +153,9 @@ def _markdown(rows: Rows) -> str:
 _PAGE: Final = """\
 # Performance
 
-Written by `kvferry bench report --out docs/performance.md`. All figures are ratios of medians of {repeats}, measured in turn
-in one run; "× stock" above 1 means that KVFerry is so many times faster. Ratios travel between machines better than
-seconds do, and still not well: repeat them on yours.
+Written by `kvferry bench report --out docs/performance.md`. In a round everything is measured in turn, and every
+ratio is the median of the rounds' own, {repeats} of them; "× stock" above 1 means that KVFerry is so many times faster.
+Ratios travel between machines better than seconds do, and still not well: repeat them on yours.
 
 Machine: {machine}.
 
@@ -175,7 +175,7 @@ Rows do not grow with blocks. Memory is what a fresh process's resident set grow
 native together; less than a page of the kernel counts as one, so that the largest ratios are those of a page. What stock
 keeps is its own array of descriptors: NIXL itself stores such a list compressed. Planning, which happens once for a pair of
 sides and includes the proof, is shown as a multiple of preparing and is not in the ratio to stock: with it, equal sides are
-some 17 times faster, not a hundred. Connecting two NIXL agents is counted for neither side; with it counted for KVFerry
+some 20 times faster, not a hundred. Connecting two NIXL agents is counted for neither side; with it counted for KVFerry
 alone, memory kept was 52 times less, and 215 times at the peak.
 
 {prepared}
@@ -187,8 +187,8 @@ alone, memory kept was 52 times less, and 215 times at the peak.
 Two processes, host memory, no progress threads. From block tables to the last byte: binding, posting, waiting. Bytes are
 compared before anything is timed. Stock merges consecutive whole pages as well as we do, so that nobody wins there; where
 a request needs less than whole blocks we move less; slices of pages and scattered pages cost a descriptor each for
-everyone. Ratios below 1 are shown like all others. They vary from run to run: on two cores shared with other work, seven
-runs of equal sides gave 0.91 to 1.04 of stock.
+everyone. Ratios below 1 are shown like all others. They vary from run to run: on two quiet cores, thirteen measurements of
+equal sides gave 0.95 to 1.02 of stock; beside other work they mean little.
 
 {moved}
 

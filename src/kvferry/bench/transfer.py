@@ -22,7 +22,7 @@ from kvferry.bench.agents import Agent, OneDescriptor, StockLists, load_nixl
 from kvferry.bench.bind import stock_of
 from kvferry.bench.case import BLOCK, Case, MemoryKind, Order, placed, size_of
 from kvferry.bench.machine import Record, available_bytes, this_machine
-from kvferry.bench.measure import LEAST_REPEATS, Action, Tick, medians, silent
+from kvferry.bench.measure import REPEATS, Action, Tick, measured, silent
 from kvferry.bench.memory import Bytes, Memory, allocate, device_name, pattern
 from kvferry.bench.producer import Ready, producer
 from kvferry.bench.stock import Stock
@@ -100,7 +100,7 @@ def pages_cases(prefill: str, decode: str, regions: int, blocks: int, page: int,
     ]  # fmt: skip
 
 
-def run(found: Sequence[Case], memory: MemoryKind = "dram", repeats: int = LEAST_REPEATS, tick: Tick = silent) -> list[Moved]:
+def run(found: Sequence[Case], memory: MemoryKind = "dram", repeats: int = REPEATS, tick: Tick = silent) -> list[Moved]:
     load_nixl()
     return [measure(case, memory, repeats, tick) for case in found]
 
@@ -163,18 +163,19 @@ class _Consumer:
             stock_right = self._checked(lambda: stock.read(request))
             actions["stock"] = lambda: stock.read(request)
         actions |= {"one descriptor": self.one.read, "memcpy": self.spare.copier(self.bytes)}
-        times = medians(actions, repeats, tick)
-        ours, theirs = times["kvferry"], times.get("stock")
-        case = self.case
+        rounds = measured(actions, repeats, tick)
+        ours, case = rounds.median("kvferry"), self.case
         return Moved(
             case=case.name, model=case.shape.name, prefill=case.prefill, decode=case.decode, order=case.order,
             memory=self.kind, tokens=case.tokens, bytes=self.bytes, runs=self.runs,
             path=self.transport.path(self.peers[0]).name, right=right, seconds=ours, posting_seconds=self.posting,
-            stock_seconds=theirs, stock_bytes=self.model.bytes(request) if self.model and stock else None,
+            stock_seconds=rounds.median("stock") if stock else None,
+            stock_bytes=self.model.bytes(request) if self.model and stock else None,
             stock_right=stock_right, stock_remark=self.remark,
-            one_descriptor_seconds=times["one descriptor"], memcpy_seconds=times["memcpy"],
-            ratio_to_stock=theirs / ours if theirs else None,
-            ratio_to_one_descriptor=times["one descriptor"] / ours, ratio_to_memcpy=times["memcpy"] / ours,
+            one_descriptor_seconds=rounds.median("one descriptor"), memcpy_seconds=rounds.median("memcpy"),
+            ratio_to_stock=rounds.ratio("stock", "kvferry") if stock else None,
+            ratio_to_one_descriptor=rounds.ratio("one descriptor", "kvferry"),
+            ratio_to_memcpy=rounds.ratio("memcpy", "kvferry"),
             gigabytes_per_second=self.bytes / ours / 1e9,
         )  # fmt: skip
 
@@ -226,7 +227,7 @@ def same_bytes(plan: Plan, binding: Binding, sources: dict[int, Bytes], memory: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", choices=("dram", "vram"), default="dram")
-    parser.add_argument("--repeats", type=int, default=LEAST_REPEATS)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--regions", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--page", type=int, default=32_768)

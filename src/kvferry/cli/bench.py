@@ -17,7 +17,7 @@ from rich.text import Text
 from kvferry.bench import bind, handshake, page, transfer
 from kvferry.bench.case import PAGES, Case, MemoryKind, Order
 from kvferry.bench.machine import Record, this_machine
-from kvferry.bench.measure import LEAST_REPEATS, Tick
+from kvferry.bench.measure import REPEATS, Tick
 from kvferry.bench.memory import device_name
 from kvferry.bench.plot import svg
 from kvferry.cli.output import show, show_json
@@ -34,7 +34,7 @@ MAX_REPEATS = 10_000
 
 Prefill = Annotated[str, typer.Option(help="The producer, as for `kvferry plan`; give both sides or neither.")]
 Decode = Annotated[str, typer.Option(help="The consumer.")]
-Repeats = Annotated[int, typer.Option(help="Rounds; every figure is their median.")]
+Repeats = Annotated[int, typer.Option(help="Rounds; every figure is their median, every ratio that of the rounds' ratios.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw the ratios as an SVG file.")]
 Orders = Annotated[str, typer.Option(help="How a request's blocks lie: consecutive, scattered or both.")]
@@ -49,7 +49,7 @@ def handshake_command(
     page: PageBytes = 512,
     prefill: Prefill = "",
     decode: Decode = "",
-    repeats: Repeats = LEAST_REPEATS,
+    repeats: Repeats = REPEATS,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -76,7 +76,7 @@ def transfer_command(
     prefill: Prefill = "",
     decode: Decode = "",
     memory: Annotated[str, typer.Option(help="dram, or vram with torch and a CUDA device.")] = "dram",
-    repeats: Repeats = LEAST_REPEATS,
+    repeats: Repeats = REPEATS,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -113,7 +113,7 @@ def bind_command(
     order: Orders = "both",
     prefill: Prefill = "",
     decode: Decode = "",
-    repeats: Repeats = LEAST_REPEATS,
+    repeats: Repeats = REPEATS,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -136,7 +136,7 @@ def report_command(
     gpu: Annotated[
         Path | None, typer.Option(help="What `transfer --memory vram --json` wrote on a machine with a GPU; else kept.")
     ] = None,
-    repeats: Repeats = LEAST_REPEATS,
+    repeats: Repeats = REPEATS,
 ) -> None:
     """Run all three with their defaults and write the page of figures."""
     _repeats(repeats)
