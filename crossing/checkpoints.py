@@ -11,22 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 256
-WINDOW = 64
-SEED = 20
+from crossing import architectures
 
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SEED = 20
 
 
 @dataclass(frozen=True)
@@ -55,127 +42,18 @@ class Checkpoint:
         return self.architecture.name
 
 
-def _llama(**changes: Any) -> Any:
-    import transformers
-
-    fields = {**COMMON, "num_hidden_layers": 4, "head_dim": 32, **changes}
-    return transformers.LlamaConfig(**fields, architectures=["LlamaForCausalLM"])
-
-
-def _mqa() -> Any:
-    return _llama(num_key_value_heads=1, num_hidden_layers=3)
-
-
-def _gemma3() -> Any:
-    import transformers
-
-    return transformers.Gemma3TextConfig(
-        **COMMON,
-        num_hidden_layers=6,
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        sliding_window=WINDOW,
-        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
-        architectures=["Gemma3ForCausalLM"],
-    )
-
-
-def _nemotron_h(**changes: Any) -> Any:
-    import transformers
-
-    fields = {
-        **COMMON,
-        "head_dim": 32,
-        "layers_block_type": ["mamba", "attention", "mamba", "mlp", "mamba", "attention"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "ssm_state_size": 16,
-        "conv_kernel": 4,
-        "chunk_size": 32,
-        "mlp_hidden_act": "relu2",
-        **changes,
-    }
-    return transformers.NemotronHConfig(**fields, architectures=["NemotronHForCausalLM"])
-
-
-def _nemotron_h_large_state() -> Any:
-    """A state of half a megabyte beside half a kilobyte of KV a token: vLLM makes blocks of about a thousand tokens."""
-    return _nemotron_h(num_key_value_heads=2, mamba_num_heads=16, mamba_head_dim=64, ssm_state_size=128)
-
-
-def _granite_h(groups: int) -> Any:
-    import transformers
-
-    return transformers.GraniteMoeHybridConfig(
-        **COMMON,
-        shared_intermediate_size=256,
-        num_hidden_layers=4,
-        layer_types=["mamba", "attention", "mamba", "mamba"],
-        mamba_n_heads=8,
-        mamba_n_groups=groups,
-        mamba_d_state=64,
-        mamba_d_head=32,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_chunk_size=32,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        attention_multiplier=1 / math.sqrt(32),
-        position_embedding_type="rope",
-        architectures=["GraniteMoeHybridForCausalLM"],
-    )
-
-
-def _deepseek() -> Any:
-    import transformers
-
-    return transformers.DeepseekV2Config(
-        **COMMON,
-        num_hidden_layers=2,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        q_lora_rank=None,
-        n_routed_experts=4,
-        first_k_dense_replace=2,
-        architectures=["DeepseekV2ForCausalLM"],
-    )
-
-
-def _qwen3_next() -> Any:
-    import transformers
-
-    return transformers.Qwen3NextConfig(
-        **COMMON,
-        num_hidden_layers=4,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        architectures=["Qwen3NextForCausalLM"],
-    )
-
-
 ARCHITECTURES = {
     it.name: it
     for it in (
-        Architecture("llama", _llama, stages=((2, 2), (1, 3))),
-        Architecture("mqa", _mqa),
-        Architecture("gemma3", _gemma3, stages=((3, 3), (2, 4)), window=WINDOW),
-        Architecture("nemotron-h", _nemotron_h, recurrent=True, stages=((3, 3), (5, 1))),
-        Architecture("nemotron-h-large-state", _nemotron_h_large_state, recurrent=True, stages=((3, 3),)),
-        Architecture("granite-h-1g", lambda: _granite_h(1), recurrent=True),
-        Architecture("granite-h-2g", lambda: _granite_h(2), recurrent=True),
-        Architecture("deepseek", _deepseek, dtype="bfloat16"),
-        Architecture("qwen3-next", _qwen3_next, recurrent=True, dtype="bfloat16"),
+        Architecture("llama", architectures.llama, stages=((2, 2), (1, 3))),
+        Architecture("mqa", architectures.mqa),
+        Architecture("gemma3", architectures.gemma3, stages=((3, 3), (2, 4)), window=architectures.WINDOW),
+        Architecture("nemotron-h", architectures.nemotron_h, recurrent=True, stages=((3, 3), (5, 1))),
+        Architecture("nemotron-h-large-state", architectures.nemotron_h_large_state, recurrent=True, stages=((3, 3),)),
+        Architecture("granite-h-1g", lambda: architectures.granite_h(1), recurrent=True),
+        Architecture("granite-h-2g", lambda: architectures.granite_h(2), recurrent=True),
+        Architecture("deepseek", architectures.deepseek, dtype="bfloat16"),
+        Architecture("qwen3-next", architectures.qwen3_next, recurrent=True, dtype="bfloat16"),
     )
 }
 

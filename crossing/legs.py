@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from crossing.checkpoints import VOCABULARY
+from crossing.architectures import VOCABULARY
 from crossing.server import Server
 
 MAX_NEW = 24

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -33,6 +32,7 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu import attn_utils
 from vllm.version import __version__ as vllm_version
 
+from crossing import architectures
 from kvferry.engines.vllm import manifest_of
 from kvferry.engines.vllm.states import GROUP_FIELDS
 from kvferry.manifest import Identity, Manifest, Rank
@@ -42,148 +42,19 @@ MAX_TOKENS = 256
 CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-}
-
-
-def _llama(**changes: Any) -> Any:
-    fields = {**COMMON, "num_hidden_layers": 3, "head_dim": 32, **changes}
-    return transformers.LlamaConfig(**fields, architectures=["LlamaForCausalLM"])
-
-
-def _gemma3() -> Any:
-    return transformers.Gemma3TextConfig(
-        **COMMON,
-        num_hidden_layers=6,
-        head_dim=32,
-        sliding_window=64,
-        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
-        architectures=["Gemma3ForCausalLM"],
-    )
-
-
-def _nemotron_h() -> Any:
-    return transformers.NemotronHConfig(
-        **COMMON,
-        head_dim=32,
-        layers_block_type=["mamba", "attention", "mamba", "mlp", "mamba", "attention"],
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        n_groups=2,
-        ssm_state_size=16,
-        conv_kernel=4,
-        chunk_size=32,
-        mlp_hidden_act="relu2",
-        architectures=["NemotronHForCausalLM"],
-    )
-
-
-def _granite(groups: int, heads: int = 4) -> Any:
-    fields = {**COMMON, "hidden_size": 32 * heads, "num_attention_heads": heads, "num_key_value_heads": heads}
-    fields["vocab_size"] = 64 * heads
-    return transformers.GraniteMoeHybridConfig(
-        **fields,
-        shared_intermediate_size=64 * heads,
-        num_hidden_layers=4,
-        layer_types=["mamba", "attention", "mamba", "mamba"],
-        mamba_n_heads=2 * heads,
-        mamba_n_groups=groups,
-        mamba_d_state=64,
-        mamba_d_head=32,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_chunk_size=32,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        position_embedding_type="rope",
-        architectures=["GraniteMoeHybridForCausalLM"],
-    )
-
-
-def _deepseek() -> Any:
-    return transformers.DeepseekV2Config(
-        **COMMON,
-        num_hidden_layers=2,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        q_lora_rank=None,
-        n_routed_experts=4,
-        first_k_dense_replace=2,
-        architectures=["DeepseekV2ForCausalLM"],
-    )
-
-
-def _jamba() -> Any:
-    return transformers.JambaConfig(
-        **COMMON,
-        num_hidden_layers=4,
-        attn_layer_period=4,
-        attn_layer_offset=2,
-        expert_layer_period=100,
-        expert_layer_offset=50,
-        num_experts=1,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_dt_rank=8,
-        architectures=["JambaForCausalLM"],
-    )
-
-
-def _qwen3_next() -> Any:
-    return transformers.Qwen3NextConfig(
-        **COMMON,
-        num_hidden_layers=4,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        linear_conv_kernel_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        architectures=["Qwen3NextForCausalLM"],
-    )
-
-
-def _lfm2() -> Any:
-    return transformers.Lfm2Config(
-        **COMMON,
-        num_hidden_layers=4,
-        layer_types=["conv", "full_attention", "conv", "conv"],
-        conv_L_cache=3,
-        conv_dim=128,
-        block_dim=128,
-        block_ff_dim=256,
-        block_auto_adjust_ff_dim=False,
-        architectures=["Lfm2ForCausalLM"],
-    )
-
-
 MODELS = {
-    "llama": _llama,
-    "llama-mqa": lambda: _llama(num_key_value_heads=1),
-    "llama-2kv": lambda: _llama(num_key_value_heads=2),
-    "gemma3": _gemma3,
-    "nemotron-h": _nemotron_h,
-    "granite-h-1g": lambda: _granite(1),
-    "granite-h-2g": lambda: _granite(2),
-    "granite-h-6": lambda: _granite(1, heads=6),
-    "deepseek": _deepseek,
-    "jamba": _jamba,
-    "qwen3-next": _qwen3_next,
-    "lfm2": _lfm2,
+    "llama": lambda: architectures.llama(num_hidden_layers=3),
+    "llama-mqa": architectures.mqa,
+    "llama-2kv": lambda: architectures.llama(num_hidden_layers=3, num_key_value_heads=2),
+    "gemma3": architectures.gemma3,
+    "nemotron-h": architectures.nemotron_h,
+    "granite-h-1g": lambda: architectures.granite_h(1),
+    "granite-h-2g": lambda: architectures.granite_h(2),
+    "granite-h-6": lambda: architectures.granite_h(1, heads=6),
+    "deepseek": architectures.deepseek,
+    "jamba": architectures.jamba,
+    "qwen3-next": lambda: architectures.qwen3_next(dim=32),
+    "lfm2": architectures.lfm2,
 }
 
 

@@ -11,7 +11,7 @@ Renew and Release have no answer: both may be repeated, and a lost one costs no 
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -68,6 +68,8 @@ class Release(Struct, frozen=True, tag="release"):
     note: Label = ""
 
 
+T = TypeVar("T")
+
 Request = Hello | Renew | Release
 Reply = Welcome | Refusal
 
@@ -86,18 +88,17 @@ def pack(message: Request | Reply) -> bytes:
 
 
 def unpack_request(data: bytes) -> Request:
-    if len(data) > MAX_REQUEST:
-        raise DecodeError(f"a request of {len(data):,} bytes is refused: the cap is {MAX_REQUEST:,}")
-    try:
-        return _REQUESTS.decode(data)
-    except _ERRORS as error:
-        raise DecodeError(f"not a request this version accepts: {error}") from None
+    return _unpack(_REQUESTS, data, MAX_REQUEST, "request")
 
 
 def unpack_reply(data: bytes) -> Reply:
-    if len(data) > MAX_WELCOME:
-        raise DecodeError(f"a reply of {len(data):,} bytes is refused: the cap is {MAX_WELCOME:,}")
+    return _unpack(_REPLIES, data, MAX_WELCOME, "reply")
+
+
+def _unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes, most: int, noun: str) -> T:
+    if len(data) > most:
+        raise DecodeError(f"a {noun} of {len(data):,} bytes is refused: the cap is {most:,}")
     try:
-        return _REPLIES.decode(data)
+        return decoder.decode(data)
     except _ERRORS as error:
-        raise DecodeError(f"not a reply this version accepts: {error}") from None
+        raise DecodeError(f"not a {noun} this version accepts: {error}") from None
