@@ -25,7 +25,8 @@ class PeerKey:
     incarnation: str
 
     def __str__(self) -> str:
-        return f"{self.engine} at {self.address}"
+        """Names come from others: what no log could encode is shown escaped."""
+        return f"{self.engine} at {self.address}".encode("ascii", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ class Courier(Generic[T]):
             self._ends[word.address] = end
             end.send(pack(word.message), zmq.NOBLOCK)
         except (zmq.ZMQError, KVFerryError, UnicodeError) as error:
-            logger.warning("%s cannot be told of a lease: %s; it ends at its deadline", word.address, error)
+            logger.warning("%r cannot be told of a lease: %s; it ends at its deadline", word.address, error)
         while len(self._ends) > _ENDS:
             self._ends.pop(next(iter(self._ends))).close()
 
