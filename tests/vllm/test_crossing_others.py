@@ -1,4 +1,4 @@
-"""Engines that the matrix has no place for: gated delta nets, data-parallel producers, and the two of the documentation."""
+"""Engines that the matrix has no place for: bfloat16, data-parallel producers, and the two of the documentation."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ pytestmark = pytest.mark.vllm
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
-def test_a_gated_delta_net_goes_on_as_an_engine_that_computed_the_last_token_apart(zygote: Zygote, checkpoints: Path) -> None:
+@pytest.mark.parametrize("model", ["qwen3-next", "llama", "gemma3", "nemotron-h"])
+def test_in_bfloat16_too_nothing_differs_from_an_engine_that_computes_the_last_token_apart(
+    zygote: Zygote, checkpoints: Path, model: str
+) -> None:
     """In bfloat16 a prompt computed at once and one whose last token is computed apart differ by more than a tie. So the
     reference is an engine whose steps hold one token less than the prompt; with the same steps, nothing may differ."""
-    made, tokens = checkpoint("qwen3-next", checkpoints), 64
-    apart = Engine(made, flags=(f"--max-num-batched-tokens={tokens - 1}", "--max-num-seqs=8"))
+    made, tokens, short = checkpoint(model, checkpoints), 64, "--dtype=bfloat16"
+    apart = Engine(made, flags=(short, f"--max-num-batched-tokens={tokens - 1}", "--max-num-seqs=8"))
     prompts = [prompt(tokens, seed) for seed in range(5)]
-    with servers(zygote, {"P": Engine(made, OURS), "D": Engine(made, OURS), "apart": apart}) as up:
+    ours = Engine(made, OURS, flags=(short,))
+    with servers(zygote, {"P": ours, "D": ours, "apart": apart}) as up:
         before = counters(up["D"])
         crossed = [cross(up["P"], up["D"], it) for it in prompts]
         reference = [ask(up["apart"], it) for it in prompts]

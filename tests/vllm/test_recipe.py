@@ -28,7 +28,7 @@ def _placed(manifest: Manifest) -> Manifest:
 def test_a_real_engine_publishes_the_same_manifest(model: str, tp: int, conv: str, tmp_path: Path) -> None:
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1] / "src")]),
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parents[1], HERE.parents[1] / "src"))),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     for leaked in ("LD_PRELOAD", "VLLM_SSM_CONV_STATE_LAYOUT"):
