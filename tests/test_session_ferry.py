@@ -131,18 +131,9 @@ def test_two_loads_of_one_lease_both_arrive():
     nothing_left(made)
 
 
-def test_bytes_that_never_arrive_fail_the_load_once_and_the_next_one_arrives():
-    made = dock(case(True, 1, 1), {0: [Drop()]})
-    made.hand_in(made.load(made.lease()))
-    assert made.step(20) == []
-    made.clock.now = TIMEOUT_S + 1
-    assert ["nothing arrived for 30 s" in error for error in errors(made.step(ENOUGH))] == [True]
-    nothing_left(made)
-    loaded(made)
-
-
-def test_a_word_that_never_arrives_fails_the_load():
-    made = dock(case(True, 1, 1), {1: [Drop()]})
+@pytest.mark.parametrize("read", [0, 1], ids=["data", "word"])
+def test_what_never_arrives_fails_the_load_once_and_the_next_one_arrives(read):
+    made = dock(case(True, 1, 1), {read: [Drop()]})
     made.hand_in(made.load(made.lease()))
     assert made.step(20) == []
     made.clock.now = TIMEOUT_S + 1

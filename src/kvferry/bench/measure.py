@@ -14,7 +14,6 @@ Action = Callable[[], float]
 Tick = Callable[[], None]
 
 REPEATS = 31
-LEAST_REPEATS = 15
 
 
 def silent() -> None:
@@ -50,7 +49,7 @@ def measured(actions: Mapping[str, Action], repeats: int, tick: Tick = silent) -
     its caches, comes after it in the next round.
     """
     if repeats < 1:
-        raise BenchError(f"{repeats} repeats: give at least 1; medians of fewer than {LEAST_REPEATS} are noisy")
+        raise BenchError(f"{repeats} repeats: give at least 1; medians of fewer than 15 are noisy")
     found: dict[str, list[float]] = {name: [] for name in actions}
     gc.collect()
     names = list(actions)

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from kvferry.errors import BindError
 from kvferry.manifest.schema import HOLE, Group
 from kvferry.plan.columns import Columns, expanded
+from kvferry.plan.intervals import Intervals, cut_at, integers, interval, subtract, union
 from kvferry.plan.schema import Edge, Need, Plan
 from kvferry.strided import Ints, merge, offsets
 
 Table = Sequence[int] | npt.NDArray[np.integer] | int
-Intervals = tuple[Ints, Ints]
 Ids = npt.NDArray[np.signedinteger[Any]]
 """Block ids and places in blocks: 32 bits wide where that is enough, since there may be one for every few tokens."""
 
@@ -215,7 +215,7 @@ class Binder:
         src_tokens, dst_tokens = self._src_groups[edge.src_group].tokens, self._dst_groups[edge.dst_group].tokens
         return [
             Tiles(*_placed(there, cut, src_tokens // tokens), *_placed(here, cut, dst_tokens // tokens))
-            for tokens, cut in zip(grains, _cut(found.copied, grains), strict=True)
+            for tokens, cut in zip(grains, cut_at(found.copied, grains), strict=True)
         ]
 
     def _load(self, request: Request, ranges: _Ranges) -> None:
@@ -247,7 +247,7 @@ class Binder:
         for table, side, name in sides:
             _covers(table, -(-high // side.tokens), side, name)
         if all(_whole(table, side, low, high) for table, side, _ in sides):
-            copied = _interval(low, high)
+            copied = interval(low, high)
         else:
             for table, side, name in sides:
                 _no_holes(table, side, first, min(high, request.tokens), need, name)
@@ -263,10 +263,10 @@ class Binder:
         if group.hashed and len(bad[0][0]):
             # A block that is not full yet is only ever found by longer requests, and those look back less far.
             full = request.tokens // group.tokens
-            lost = _ranges_between(np.maximum(bad[0][0], low) // group.tokens, -(-bad[0][1] // group.tokens))
+            lost = integers(np.maximum(bad[0][0], low) // group.tokens, -(-bad[0][1] // group.tokens))
             lost = np.unique(lost[lost < full])
             ranges.unhashable[group.id].append(lost[here[lost] != HOLE])
-        return _subtract(low, high, _union(*bad))
+        return subtract(low, high, union(*bad))
 
     def _fill(self, request: Request, ranges: _Ranges) -> Fills:
         parts: list[tuple[Ints, ...]] = []
@@ -280,9 +280,9 @@ class Binder:
                 continue
             bad = ranges.holes[fill.group]
             if fill.need is not None and (fill.group, fill.need) in ranges.needs:
-                bad = _union(bad, ranges.needs[fill.group, fill.need].copied)
+                bad = union(bad, ranges.needs[fill.group, fill.need].copied)
             grains = [grain.tokens for grain in fill.grains]
-            for level, cut in enumerate(_cut(_subtract(*ranges.loaded[fill.group], bad), grains)):
+            for level, cut in enumerate(cut_at(subtract(*ranges.loaded[fill.group], bad), grains)):
                 block, tile = _placed(table, cut, group.tokens // grains[level])
                 if len(block):
                     parts.append(self._place(self._fills[i][level], Tiles(block, tile, block, tile)))
@@ -429,11 +429,6 @@ def _whole(table: Ids, group: Group, low: int, high: int) -> bool:
     return not len(places) or int(places.min()) != HOLE
 
 
-def _interval(low: int, high: int) -> Intervals:
-    """[low, high) alone, or nothing."""
-    return (np.array([low]), np.array([high])) if low < high else (np.empty(0, np.int64), np.empty(0, np.int64))
-
-
 def _no_holes(table: Ids, group: Group, first: int, stop: int, need: Need, name: str) -> None:
     if first >= stop:
         return
@@ -452,38 +447,13 @@ def _holes(table: Ids, first: int, stop: int, tokens: int) -> Intervals:
     return at * tokens, (at + 1) * tokens
 
 
-def _union(*sets: Intervals) -> Intervals:
-    """Intervals of several sets, sorted; they may overlap."""
-    start, stop = (np.concatenate(c) for c in zip(*sets, strict=True))
-    order = np.argsort(start, kind="stable")
-    return start[order], stop[order]
-
-
-def _subtract(low: int, high: int, bad: Intervals) -> Intervals:
-    """[low, high) less the sorted intervals `bad`."""
-    reached = np.maximum.accumulate(np.concatenate([[low], np.minimum(bad[1], high)]))
-    until = np.concatenate([np.minimum(bad[0], high), [high]])
-    keep = reached < until
-    return reached[keep], until[keep]
-
-
-def _ranges_between(start: Ints, stop: Ints) -> Ints:
-    """All integers of the half-open ranges, one range after the other."""
-    if len(start) == 1:
-        return np.arange(int(start[0]), int(stop[0]), dtype=np.int64)
-    count = np.maximum(stop - start, 0)
-    total = int(count.sum())
-    ahead: Ints = np.repeat(start - (np.cumsum(count) - count), count)
-    return ahead + np.arange(total, dtype=np.int64)
-
-
 def _placed(table: Ids, cut: Intervals, per_block: int) -> tuple[Ids, Ids]:
     """Block id and place in the block of the tiles that are numbered `cut`, `per_block` of them to a block."""
     low, high = cut
     if not len(low):
         return table[:0], table[:0]
     if len(low) > 1:
-        at = _ranges_between(low, high)
+        at = integers(low, high)
         place = at // per_block
         return table[place], (at - place * per_block).astype(table.dtype, copy=False)
     start, stop = int(low[0]), int(high[0])
@@ -492,24 +462,3 @@ def _placed(table: Ids, cut: Intervals, per_block: int) -> tuple[Ids, Ids]:
     inside = slice(start - first * per_block, stop - first * per_block)
     places = np.tile(np.arange(per_block, dtype=table.dtype), len(blocks))
     return np.repeat(blocks, per_block)[inside], places[inside]
-
-
-def _cut(intervals: Intervals, grains: Sequence[int]) -> list[Intervals]:
-    """The tiles that make up the intervals, by grain, each as coarse as it can be; numbered from the sequence's start."""
-    start, stop = intervals
-    out = []
-    for tokens in grains:
-        if not len(start):
-            out.append((start, stop))
-            continue
-        low, high = -(-start // tokens), stop // tokens
-        some = low < high
-        found = low[some], high[some]
-        out.append(found)
-        start, stop = (
-            np.concatenate([start, found[1] * tokens]),
-            np.concatenate([np.where(some, low * tokens, stop), stop[some]]),
-        )
-        rest = start < stop
-        start, stop = start[rest], stop[rest]
-    return out
