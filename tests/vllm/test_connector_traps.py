@@ -22,7 +22,7 @@ from kvferry.engines.vllm import KVFerryConnector, register
 from kvferry.engines.vllm.scheduler import _digest
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
 from kvferry.engines.vllm.tables import tables_of
-from kvferry.errors import BindError, MismatchError, SessionError, TransportError
+from kvferry.errors import BindError, ManifestError, MismatchError, SessionError, TransportError
 from kvferry.session import Lease, from_params, to_params
 
 pytestmark = pytest.mark.vllm
@@ -628,7 +628,7 @@ class TestNames:
         worker = workers(Setup("llama", engine="P"), "P")[0]
         parallel = replace_field(worker.vllm_config.parallel_config, field, 2)
         config = replace_field(worker.vllm_config, "parallel_config", parallel)
-        with as_rank(worker.setup, worker.vllm_config), pytest.raises(SessionError, match=rf"{field} > 1: .*set it to 1"):
+        with as_rank(worker.setup, worker.vllm_config), pytest.raises(ManifestError, match=rf"{field} > 1: .*set it to 1"):
             KVConnectorFactory.create_connector(config, role, worker.kv_cache_config)
 
     @pytest.mark.parametrize(

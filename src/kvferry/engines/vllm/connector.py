@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
+from kvferry.engines.vllm.manifest import refuse_context_parallel
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
@@ -30,7 +31,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         logging.getLogger("kvferry").parent = logging.getLogger("vllm")
-        _refuse_unsupported(vllm_config)
+        refuse_context_parallel(vllm_config)
         options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -145,11 +146,3 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> FerryMetrics:
         return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _refuse_unsupported(config: Any) -> None:
-    """vLLM guards these for its own connectors, by their names."""
-    parallel = config.parallel_config
-    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, field, 1) > 1:
-            raise SessionError(f"{field} > 1: token ownership over context-parallel ranks is not supported; set it to 1")

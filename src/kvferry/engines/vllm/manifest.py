@@ -87,7 +87,7 @@ def manifest_of(
     gave the layer; a group's `keeps` is what its block table retains. With the hybrid manager off the first is a
     window and the second is FULL, so that the side compares equal with one that has it on.
     """
-    _refuse_context_parallel(vllm_config)
+    refuse_context_parallel(vllm_config)
     if conv_layout not in ("SD", "DS"):
         raise ManifestError(f"conv layout {conv_layout!r} is neither SD nor DS")
     worker = _Worker(
@@ -114,7 +114,8 @@ def manifest_of(
     return _assemble(identity, groups, placed)
 
 
-def _refuse_context_parallel(config: VllmConfig) -> None:
+def refuse_context_parallel(config: VllmConfig) -> None:
+    """vLLM guards these for its own connectors, by their names."""
     for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(config.parallel_config, field, 1) > 1:
             raise ManifestError(f"{field} > 1: token ownership over context-parallel ranks is not supported; set it to 1")
