@@ -19,7 +19,18 @@ from msgspec.structs import replace
 from kvferry.errors import ProofError
 from kvferry.manifest.check import check_manifest
 from kvferry.manifest.schema import Layer, Manifest, Part, Reach, Shape
-from kvferry.plan.choose import Box, Fleet, base, dealt, live_box, refuse_mismatches, routes, scratch_boxes, signature
+from kvferry.plan.choose import (
+    Box,
+    Fleet,
+    base,
+    dealt,
+    live_box,
+    refuse_mismatches,
+    routes,
+    scratch_boxes,
+    signature,
+    volume,
+)
 from kvferry.plan.prove import prove
 from kvferry.plan.schema import MAX_ITEMS, Edge, Fill, Grain, Lane, Need, Plan, Run, Side
 from kvferry.strided import Digits, JointDigits, borders, canonical, cut, fitting_grain, fold, gather, joint
@@ -49,12 +60,14 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Flow:
-    """Where pieces belong: a source's group (or the destination's own, for fills), a consumer's group, a need."""
+    """Where pieces belong: a source's group (or the destination's own, for fills), a consumer's group, a need, and the
+    tokens that their entries stand for, since a flow is cut into tiles down to one entry."""
 
     source: int
     src_group: int
     dst_group: int
     need: NeedKey | None
+    per_entry: int
 
 
 Leveled = tuple[tuple[int, tuple[_Piece, ...]], ...]
@@ -142,7 +155,7 @@ def _classify(consumer: Manifest, fleet: Fleet) -> list[_Class]:
 def _need(layer: Layer, shape: Shape, src_group: int) -> NeedKey:
     if shape.token is None:
         return (layer.reach, 0, False, src_group)
-    return (layer.reach, shape.token.per_entry, bool(shape.element.opaque), src_group)
+    return (layer.reach, shape.token.per_entry, shape.token.moves_partial, src_group)
 
 
 def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet) -> dict[_Flow, Leveled]:
@@ -156,15 +169,20 @@ def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet) -> dict[_Flow, Level
             need = _need(layer, shape, other.group)
             twin = next(p for p in other.parts if p.name == part.name)
             twin_shape = fleet.manifests[source].shapes[twin.shape]
-            flows[_Flow(source, other.group, layer.group, need)].append(_Member(other, twin, twin_shape, part, shape, box))
-        live, always = live_box(shape), _Flow(_DESTINATION, layer.group, layer.group, None)
+            flows[_Flow(source, other.group, layer.group, need, need[1])].append(
+                _Member(other, twin, twin_shape, part, shape, box)
+            )
+        per_entry = shape.token.per_entry if shape.token else 0
+        live, always = live_box(shape), _Flow(_DESTINATION, layer.group, layer.group, None, per_entry)
         flows[always] += [_Member(layer, part, shape, part, shape, box) for box in scratch_boxes(shape)]
         here = _Member(layer, part, shape, part, shape, live)
+        if not volume(live):
+            continue
         if not holders:
             flows[always].append(here)
         elif shape.token is not None:
             need = _need(layer, shape, next(iter(holders.values())).group)
-            flows[_Flow(_DESTINATION, layer.group, layer.group, need)].append(here)
+            flows[_Flow(_DESTINATION, layer.group, layer.group, need, per_entry)].append(here)
     return {
         flow: tuple(
             (tokens, _merge(p for member in members for p in _box_pieces(layer, member, tokens)))
