@@ -732,7 +732,7 @@ def image_is_right(change: Callable[[list[Copy]], list[Copy]], poke: Callable[[o
     plan = make_plans(consumers, producers)[1]
     binding = Binder(plan).bind(request_of(MUTANTS))
     rank = place(plan.consumer.identity.rank)
-    apply(change(copies_of(plan, binding)), binding, world, rank)
+    apply(change(copies_of(plan, binding)), binding.fills, world, rank)
     poke(world)
     return not list(oracle.differences(world.consumers[rank].buffers, world.expected[rank].memory.buffers))
 
