@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 import oracle
 from kvferry import manifest as m
-from kvferry.plan import Binder, Binding, Fleet, Plan, Request, make_plans, routes
+from kvferry.plan import Binder, Binding, Fills, Fleet, Plan, Request, make_plans, routes
 from kvferry.plan.rows import PreparedRows, Rows
 
 FAR = 1 << 40
@@ -132,7 +132,7 @@ def copies_of(plan: Plan, binding: Binding) -> list[Copy]:
     return out
 
 
-def apply(copies: Iterable[Copy], binding: Binding, world: oracle.World, rank: tuple[int, int]) -> list[oracle.Bytes]:
+def apply(copies: Iterable[Copy], fills: Fills, world: oracle.World, rank: tuple[int, int]) -> list[oracle.Bytes]:
     """Carry out copies and fills in a consumer rank's memory; how often each byte was written."""
     here = world.consumers[rank].buffers
     written = [np.zeros(len(b), np.uint8) for b in here]
@@ -142,7 +142,6 @@ def apply(copies: Iterable[Copy], binding: Binding, world: oracle.World, rank: t
         assert inside, f"{c} leaves its region"
         here[c.dst_region][c.dst : c.dst + c.length] = there[c.src : c.src + c.length]
         written[c.dst_region][c.dst : c.dst + c.length] += 1
-    fills = binding.fills
     for region, at, length in zip(fills.region.tolist(), fills.offset.tolist(), fills.length.tolist(), strict=True):
         assert 0 <= at <= len(here[region]) - length, f"fill of {length} bytes at {at} leaves region {region}"
         here[region][at : at + length] = 0
@@ -162,16 +161,13 @@ def ferry(case: oracle.Case) -> Outcome:
         rank = place(plan.consumer.identity.rank)
         binder = Binder(plan)
         binding = binder.bind(request_of(case))
-        written = apply(copies_of(plan, binding), binding, world, rank)
         wanted = world.expected[rank]
-        found = list(oracle.differences(world.consumers[rank].buffers, wanted.memory.buffers))
-        assert not found, f"consumer {plan.consumer.identity.rank}: " + "; ".join(found)
-        assert all(w.max(initial=0) <= 1 for w in written), "a byte was written twice"
+        check_rows(binder, case, world, rank)
+        insist(copies_of(plan, binding), binding.fills, world, rank)
         assert binding.bytes == wanted.moved, f"{binding.bytes} bytes were copied, {wanted.moved} are needed"
         assert 0 <= binding.useful_bytes <= binding.bytes, "more bytes are useful than are copied"
         unhashable = {group: set(positions.tolist()) for group, positions in binding.unhashable.items()}
         assert unhashable == wanted.unhashable
-        check_rows(binder, binding, request_of(case))
         out.bindings.append(binding)
         out.moved += binding.bytes
     check_routes(out)
@@ -184,14 +180,6 @@ def check_regions(manifests: list[m.Manifest], memories: dict[tuple[int, int], o
         assert [r.length for r in manifest.regions] == lengths
 
 
-def byte_map(dst: Iterable[int], src: Iterable[int], length: Iterable[int]) -> oracle.Bytes:
-    """Pairs of (destination byte, source byte), sorted."""
-    rows = zip(dst, src, length, strict=True)
-    pairs = [np.stack([np.arange(d, d + n), np.arange(s, s + n)], axis=1) for d, s, n in rows]
-    flat = np.concatenate(pairs) if pairs else np.empty((0, 2), np.int64)
-    return flat[np.lexsort((flat[:, 1], flat[:, 0]))]
-
-
 def elements(rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Address (regions far apart) and length of every element that rows stand for, in their numbering."""
     first = rows.region * FAR + rows.offset
@@ -200,23 +188,31 @@ def elements(rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     return address, np.repeat(rows.length, rows.count)
 
 
-def check_rows(binder: Binder, binding: Binding, request: Request) -> None:
-    """What a transport is given, index arrays into prepared rows, says the same as explicit copies."""
-    loading = binder.load(request)
-    tiles = loading.tiles
-    assert loading.bytes == binding.bytes
-    for name in ("region", "offset", "length"):
-        assert np.array_equal(getattr(loading.fills, name), getattr(binding.fills, name))
-    assert {g: at.tolist() for g, at in loading.unhashable.items()} == {g: at.tolist() for g, at in binding.unhashable.items()}
-    for source, copies in enumerate(binding.copies):
+def check_rows(binder: Binder, case: oracle.Case, world: oracle.World, rank: tuple[int, int]) -> None:
+    """What a transport is given, index arrays into prepared rows, leaves what the oracle says; memory is put back."""
+    loading, wanted = binder.load(request_of(case)), world.expected[rank]
+    copies = []
+    for source, side in enumerate(binder.plan.sources):
         prepared = PreparedRows(binder.plan, source)
+        src, dst = prepared.indices(loading.tiles)
         (src_at, src_length), (dst_at, dst_length) = elements(prepared.src), elements(prepared.dst)
-        src, dst = prepared.indices(tiles)
         assert np.array_equal(src_length[src], dst_length[dst])
-        wanted = byte_map(
-            copies.dst_region * FAR + copies.dst_offset, copies.src_region * FAR + copies.src_offset, copies.length
-        )
-        assert np.array_equal(byte_map(dst_at[dst], src_at[src], src_length[src]), wanted)
+        columns = (*np.divmod(src_at[src], FAR), *np.divmod(dst_at[dst], FAR), src_length[src])
+        copies += [Copy(place(side.identity.rank), *row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+    before = [buffer.copy() for buffer in world.consumers[rank].buffers]
+    insist(copies, loading.fills, world, rank)
+    for buffer, old in zip(world.consumers[rank].buffers, before, strict=True):
+        buffer[:] = old
+    assert loading.bytes == sum(c.length for c in copies) == wanted.moved
+    assert {g: set(at.tolist()) for g, at in loading.unhashable.items()} == wanted.unhashable
+
+
+def insist(copies: Iterable[Copy], fills: Fills, world: oracle.World, rank: tuple[int, int]) -> None:
+    """Carry out copies and fills, and compare every byte of the rank with the oracle."""
+    written = apply(copies, fills, world, rank)
+    found = list(oracle.differences(world.consumers[rank].buffers, world.expected[rank].memory.buffers))
+    assert not found, f"consumer {rank}: " + "; ".join(found)
+    assert all(w.max(initial=0) <= 1 for w in written), "a byte was written twice"
 
 
 def check_routes(out: Outcome) -> None:

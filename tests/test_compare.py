@@ -151,6 +151,13 @@ def replace_dtype(kind: LayerKind) -> LayerKind:
     return Mamba2(4, 2, 3, groups=2, ssm_dtype="float16") if isinstance(kind, Mamba2) else kind
 
 
+def test_sides_that_disagree_on_incomplete_entries_are_named():
+    there, here = ({"L": Entries("scale", 2, tokens_per_entry=16, partial=partial)} for partial in (True, False))
+    assert differences(there, here) == [
+        "L scale: an incomplete entry holds its first tokens (partial) there, holds nothing yet here"
+    ]
+
+
 def test_opaque_cells_of_other_kernel_blocks_say_what_to_do():
     producers = side("p", {"L": OpaqueCells("flash", 10)})
     consumers = side("d", {"L": OpaqueCells("flash", 10)}, Layout(block=8))

@@ -283,7 +283,7 @@ def test_kernel_blocks_are_a_further_digit_of_the_token_axis():
 
 def test_an_entry_stands_for_its_tokens():
     manifest = one_layer(KINDS["entries"])
-    assert manifest.shapes[0].token == TokenAxis(((1, 96), (4, 24)), 4)
+    assert manifest.shapes[0].token == TokenAxis(((1, 96), (4, 24)), 4, partial=False)
     with pytest.raises(ManifestError, match="compressed: a kernel block of 6 tokens does not hold whole entries of 4 tokens"):
         one_layer(KINDS["entries"], layout=Layout(block=6))
 
@@ -291,6 +291,8 @@ def test_an_entry_stands_for_its_tokens():
 def test_an_opaque_cell_is_named_after_its_kernel_block():
     manifest = one_layer(KINDS["opaque head cells"], Shard(1, 2))
     assert manifest.shapes[0].element == Element("opaque", 160, opaque="flash/16")
+    assert manifest.shapes[0].token is not None
+    assert manifest.shapes[0].token.moves_partial
     assert owned(manifest, "bytes", "head") == (2, 1, 2)
 
 
@@ -439,6 +441,54 @@ def test_groups_may_not_overlay_other_blocks():
 def test_groups_that_overlay_with_different_strides_are_refused():
     places = [("a", Part("s", 0, 0, 0, 12)), ("b@1", Part("s", 0, 0, 0, 14))]
     assert refused(states(places, TEN, 60)) == "region pool: a s and b@1 s overlap with different block strides"
+
+
+def test_groups_of_one_block_have_no_stride_that_could_differ():
+    places = [("a", Part("s", 0, 0, 0, 3)), ("b@1", Part("s", 0, 0, 0, 14))]
+    check_manifest(states(places, TEN, 60, blocks=1))
+
+
+def test_tensors_of_different_pages_may_lie_behind_each_other_in_one_region():
+    wide = Shape(BYTE, (row("dim", 96),))
+    narrow = Shape(BYTE, (row("dim", 64),))
+    at = (0, 4 * 64, 4 * (64 + 96))
+    strides = (64, 96, 64)
+    places = [
+        (f"layers.{i}", Part("k", int(n == 96), 0, where, n)) for i, (where, n) in enumerate(zip(at, strides, strict=True))
+    ]
+    check_manifest(states(places, (narrow, wide), 4 * (64 + 96 + 64)))
+    late = [places[0], ("layers.1", replace(places[1][1], offset=at[1] - 1)), places[2]]
+    assert "layers.0 k and layers.1 k overlap with different block strides" in refused(
+        states(late, (narrow, wide), 4 * (64 + 96 + 64))
+    )
+
+
+def test_strides_that_interleave_are_right_where_no_byte_is_shared():
+    def shape(stride: int) -> Shape:
+        return Shape(BYTE, (row("head", 3, 2), row("dim", 2, stride)))
+
+    check_manifest(states([("a", Part("x", 0, 0, 0, 8))], (shape(3),), 40))
+    assert "steps inside" in refused(states([("a", Part("x", 0, 0, 0, 8))], (shape(2),), 40))
+
+
+def test_different_strides_between_each_other_in_too_many_pieces_are_refused():
+    one = Shape(BYTE, (row("dim", 1),))
+    places = [("a", Part("x", 0, 0, 0, 4)), ("b", Part("x", 0, 0, 2, 8))]
+    check_manifest(states(places, (one,), 1 << 15, blocks=1 << 12))
+    assert "too many to check" in refused(states(places, (one,), 1 << 30, blocks=1 << 22))
+
+
+def test_an_entry_of_several_tokens_says_whether_it_is_written_before_it_is_complete():
+    manifest = one_layer(KINDS["entries"])
+    token = TokenAxis(((1, 96), (4, 24)), 4)
+    silent = replace(manifest, shapes=(replace(manifest.shapes[0], token=token),))
+    assert "L compressed: an entry stands for 4 tokens, but it is not declared whether an incomplete one" in refused(silent)
+
+
+def test_an_empty_region_shares_no_memory():
+    manifest = one_layer(KINDS["gqa"])
+    placed = replace(manifest.regions[0], address=4096)
+    check_manifest(replace(manifest, regions=(placed, Region("empty", 0, 4100))))
 
 
 def test_parts_of_one_block_may_not_share_a_byte():

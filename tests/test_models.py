@@ -470,6 +470,46 @@ def test_a_missing_key_is_named() -> None:
         from_config(config, "mine")
 
 
+def test_a_list_with_an_item_for_each_layer_says_how_many_there_are() -> None:
+    """As transformers writes Nemotron-H: words instead of a pattern, and no count of layers."""
+    words = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    for name in ("nemotron-h-8b", "nemotron-3-nano-30b-a3b"):
+        config = copy.deepcopy(CONFIGS[name])
+        pattern = config.pop("hybrid_override_pattern")
+        assert config.pop("num_hidden_layers") == len(pattern)
+        listed = {**config, "layers_block_type": [words[letter] for letter in pattern]}
+        assert from_config(listed, name).layers == load_model(name).layers
+        with pytest.raises(ModelError, match=r"layers_block_type has \d+ items, but the model has 3 layers"):
+            from_config({**listed, "num_hidden_layers": 3}, name)
+
+
+def test_compression_is_read_from_words_and_rates_too() -> None:
+    """As transformers writes DeepSeek-V4."""
+    config = copy.deepcopy(CONFIGS["deepseek-v4-flash"])
+    ratios = config.pop("compress_ratios")[: config["num_hidden_layers"]]
+    words = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    listed = {**config, "layer_types": [words[ratio] for ratio in ratios]}
+    shared = {k: v for k, v in listed.items() if k != "qk_rope_head_dim"}
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    for spelled in (listed, {**listed, "compress_rates": rates}, {**shared, "partial_rotary_factor": 0.125}):
+        assert from_config(spelled, "mine").layers == load_model("deepseek-v4-flash").layers
+    with pytest.raises(ModelError, match="known are 0, 4 and 128"):
+        from_config({**listed, "compress_rates": {**rates, "compressed_sparse_attention": 5}}, "mine")
+    with pytest.raises(ModelError, match="qk_rope_head_dim is missing"):
+        from_config({**shared, "partial_rotary_factor": 7.0}, "mine")
+
+
+def test_linear_layers_are_read_from_words_too() -> None:
+    """As transformers writes Kimi Linear."""
+    config = copy.deepcopy(CONFIGS["kimi-linear-48b-a3b"])
+    linear = config.pop("linear_attn_config")
+    full = set(linear["full_attn_layers"])
+    words = ["full_attention" if i + 1 in full else "linear_attention" for i in range(config["num_hidden_layers"])]
+    keys = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
+    listed = {**config, "layer_types": words, **{new: linear[old] for old, new in keys.items()}}
+    assert from_config(listed, "mine").layers == load_model("kimi-linear-48b-a3b").layers
+
+
 def test_an_unknown_model_type_lists_the_known_ones() -> None:
     with pytest.raises(ModelError, match=r"did you mean llama4\? known are bamba, .*qwen3_next") as caught:
         from_config({**LLAMA, "model_type": "llama44"}, "mine")

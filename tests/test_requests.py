@@ -108,6 +108,8 @@ def test_a_layer_that_is_not_required_does_not_keep_blocks_from_being_found():
         (Chunk(8), Chunk(4), True),
         (Chunk(8), Chunk(3), False),
         (Chunk(8), Window(4), False),
+        (Chunk(8), Window(1), True),
+        (Chunk(1), Window(2), False),
     ],
 )
 def test_a_layer_looks_back_no_further_than_its_table_keeps(keeps: Reach, reach: Reach, covered: bool):

@@ -27,7 +27,7 @@ LATENT = LatentAttention(latent=3, rope=1)
 MAMBA = Mamba2(heads=4, dim=2, state=2, groups=2)
 
 
-def side(engine: str, tp: int, layout: Layout, tokens: int, blocks: int = 8) -> tuple[Manifest, ...]:
+def side(engine: str, tp: int, layout: Layout, tokens: int, blocks: int = 16) -> tuple[Manifest, ...]:
     groups = (
         GroupSpec(0, tuple(LayerSpec(f"layers.{i}.attn", ATTENTION) for i in range(3)), tokens),
         GroupSpec(1, tuple(LayerSpec(f"layers.{i}.latent", LATENT) for i in range(2)), tokens),
@@ -93,8 +93,8 @@ def test_indices_into_rows_copy_the_same_bytes_as_explicit_addresses(
     consumers = side("d", d_tp, d_layout, d_tokens)
 
     def tables(per_block: int) -> dict[int, list[int] | int]:
-        ids = random.sample(range(8), 8)
-        return {0: [ids[i % 8] for i in range(-(-tokens // per_block))], 1: ids[: -(-tokens // per_block)], 2: ids[-1]}
+        ids, count = random.sample(range(16), 16), -(-tokens // per_block)
+        return {0: ids[:count], 1: ids[count : 2 * count], 2: ids[-1]}
 
     request = Request(tokens, tables(p_tokens), tables(d_tokens))
     for plan in make_plans(consumers, producers):
@@ -134,7 +134,8 @@ def test_an_empty_request_has_no_indices():
 
 @pytest.mark.parametrize("blocks", [1 << 20, (1 << 31) - 1, 1 << 31, 1 << 33])
 def test_the_last_blocks_of_a_large_pool_are_reached(blocks):
-    producers, consumers = side("p", 2, Layout(block=2), 4, blocks), side("d", 1, Layout(block=2), 4, blocks)
+    apart = Layout(block=2, overlay=False)
+    producers, consumers = side("p", 2, apart, 4, blocks), side("d", 1, apart, 4, blocks)
     plan = make_plans(consumers, producers)[0]
     src, dst = [blocks - 1, blocks - 3, blocks - 2], [blocks - 5, blocks - 1, blocks - 2]
     request = Request(12, {0: src, 1: src, 2: src[0]}, {0: dst, 1: dst, 2: dst[0]})
@@ -150,7 +151,8 @@ def test_the_last_blocks_of_a_large_pool_are_reached(blocks):
 @settings(max_examples=40)
 @given(st.integers(1, 20), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_tiles_are_those_of_a_walk_over_tokens(tokens, held, random):
-    producers, consumers = side("p", 2, Layout(block=2), 6), side("d", 1, Layout(block=2), 4)
+    apart = Layout(block=2, overlay=False)
+    producers, consumers = side("p", 2, apart, 6), side("d", 1, apart, 4)
     plan = make_plans(consumers, producers)[0]
     src, dst = ([*random.sample(range(8), 8)] for _ in "pd")
     request = Request(tokens, {0: src, 1: src, 2: src[0]}, {0: dst, 1: dst, 2: dst[0]}, min(held, tokens // 4) * 4)

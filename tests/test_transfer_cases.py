@@ -22,9 +22,12 @@ from ferrying import (
     place,
     request_of,
 )
+from kvferry import models
 from kvferry.errors import BindError, KVFerryError, ManifestError, MismatchError, UnshardableError
 from kvferry.manifest import Cyclic, Manifest, TokenPaged
-from kvferry.plan import Binder, Request, make_plan, make_plans, routes
+from kvferry.models import load_model, manifests
+from kvferry.plan import Binder, Fleet, Request, make_plan, make_plans, routes
+from kvferry.plan.explain import costs
 from kvferry.plan.rows import PreparedRows
 from oracle import FULL, HOLE, Attention, Case, Group, Kind, Layer, Mamba2, Memory, Reach, Side, chunk, window
 
@@ -704,6 +707,78 @@ def test_replicas_share_their_readers_evenly(kind: Kind, p: int, p_stages: int, 
         assert max(loads) - min(loads) <= 1, f"readers of equal replicas: {loads}"
 
 
+def loads(model: str, prefill: str, decode: str, readers: int) -> dict[str, list[float]]:
+    """Bytes that each producer rank is read for a token, and for a state, by so many decode engines."""
+    fleet = Fleet(manifests(load_model(model), models.Side.parse(prefill), engine="prefill", blocks=2))
+    out: dict[str, dict[int, float]] = {
+        kind: {m.identity.rank.ordinal: 0 for m in fleet.manifests} for kind in ("token", "state")
+    }
+    for i in range(readers):
+        here = manifests(load_model(model), models.Side.parse(decode), engine=f"decode-{i}", blocks=2)
+        for plan in make_plans(here, fleet, proof=False):
+            for cost in costs(plan):
+                out["token"][cost.source.ordinal] += cost.bytes_per_token
+                out["state"][cost.source.ordinal] += cost.bytes_per_state
+    return {kind: list(found.values()) for kind, found in out.items() if any(found.values())}
+
+
+@pytest.mark.parametrize("readers", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [
+        ("deepseek-v3", "tp=8", "tp=1"),
+        ("deepseek-v3", "tp=8", "tp=1,pp=2"),
+        ("deepseek-v3", "tp=8", "tp=2"),
+        ("deepseek-v3", "tp=8", "tp=16"),
+        ("deepseek-v3", "tp=4,pp=2", "tp=1"),
+        ("llama-3.1-8b", "tp=16", "tp=1"),
+        ("qwen3-next-80b-a3b", "tp=8", "tp=2"),
+        ("gpt-oss-20b", "tp=16", "tp=4"),
+        ("kimi-linear-48b-a3b", "tp=8", "tp=2"),
+    ],
+)
+def test_layers_are_dealt_among_replicas(name: str, prefill: str, decode: str, readers: int) -> None:
+    for kind, found in loads(name, prefill, decode, readers).items():
+        assert max(found) <= 1.25 * sum(found) / len(found), f"{kind}: {found}"
+
+
+@pytest.mark.parametrize(("p", "d"), [(8, 3), (6, 8), (4, 6), (3, 2), (5, 7)])
+def test_ranks_that_do_not_divide_each_other_share_replicas_evenly(p: int, d: int) -> None:
+    layers = model(*[oracle.Latent(2, 1)] * 24)
+    out = move(layers, make_side(layers, tp=p), make_side(layers, tp=d))
+    read = dict.fromkeys((m.identity.rank for m in out.producers), 0)
+    for plan, binding in zip(out.plans, out.bindings, strict=True):
+        for source, copies in zip(plan.sources, binding.copies, strict=True):
+            read[source.identity.rank] += copies.bytes
+    assert max(read.values()) <= 1.25 * sum(read.values()) / p
+    assert max(len(plan.sources) for plan in out.plans) <= -(-p // d) + 1
+
+
+def test_readers_of_few_layers_begin_at_different_replicas() -> None:
+    layers = model(oracle.Latent(2, 1))
+    producers, (consumer,) = manifests_of(case_of(layers, make_side(layers, tp=8), make_side(layers), 9))
+    chosen = [[s.identity.rank.tp for s in make_plan(consumer, producers, reader=f"decode-{i}").sources] for i in range(64)]
+    assert all(len(sources) == 1 for sources in chosen)
+    assert {tp for sources in chosen for tp in sources} == set(range(8))
+
+
+def test_the_choice_among_replicas_depends_on_manifests_and_the_readers_name_alone() -> None:
+    layers = model(*[oracle.Latent(2, 1)] * 5, Attention(2, 1, 1, 2))
+    producers, consumers = manifests_of(case_of(layers, make_side(layers, tp=8), make_side(layers, tp=2), 9))
+    named = make_plans(consumers, producers, reader="mine")
+    assert named == make_plans(consumers, producers[::-1], reader="mine")
+    assert named == tuple(make_plan(c, producers, consumers, reader="mine") for c in consumers)
+    renamed = [with_fields(c, identity=with_fields(c.identity, engine="mine")) for c in consumers]
+    assert [p.edges for p in make_plans(renamed, producers)] == [p.edges for p in named]
+    assert [r.readers for r in routes(producers, renamed)] == [r.readers for r in routes(producers, consumers, "mine")]
+
+
+def test_ranks_with_a_replica_each_read_that_one() -> None:
+    layers = model(*[oracle.Latent(2, 1)] * 5)
+    out = move(layers, make_side(layers, tp=4), make_side(layers, tp=4))
+    assert [[s.identity.rank.tp for s in plan.sources] for plan in out.plans] == [[0], [1], [2], [3]]
+
+
 @pytest.mark.parametrize(("p", "d"), [(8, 1), (8, 4), (2, 3), (1, 8)])
 def test_producer_ranks_know_who_reads_them_and_the_unread_are_told_once(p: int, d: int) -> None:
     layers = model(Attention(24, 1, 1, 2), oracle.Latent(2, 1)) if p == 2 else model(Attention(2, 1, 1, 2))
@@ -732,7 +807,7 @@ def image_is_right(change: Callable[[list[Copy]], list[Copy]], poke: Callable[[o
     plan = make_plans(consumers, producers)[1]
     binding = Binder(plan).bind(request_of(MUTANTS))
     rank = place(plan.consumer.identity.rank)
-    apply(change(copies_of(plan, binding)), binding, world, rank)
+    apply(change(copies_of(plan, binding)), binding.fills, world, rank)
     poke(world)
     return not list(oracle.differences(world.consumers[rank].buffers, world.expected[rank].memory.buffers))
 

@@ -116,17 +116,20 @@ def joint(src: Digits, src_start: int, dst: Digits, dst_start: int, count: int) 
 
 
 def _segments(src: Ints, dst: Ints) -> list[tuple[int, int, JointDigits]]:
-    """Greedy segmentation of two parallel offset sequences into progressions, then progressions of those."""
+    """Greedy segmentation of two parallel offset sequences into progressions, then progressions of those.
+
+    Digits whose strides do not fall from the most significant on lead back; a progression only ever leads forth.
+    """
     step = np.stack([np.diff(src), np.diff(dst)], axis=1)
-    turns = (np.flatnonzero((step[1:] != step[:-1]).any(axis=1)) + 1).tolist()
+    forth: list[bool] = np.all(step > 0, axis=1).tolist()
     last = len(src) - 1
+    ends = [*(np.flatnonzero((step[1:] != step[:-1]).any(axis=1)) + 1).tolist(), last]
     pieces: list[tuple[int, int, JointDigits]] = []
-    start = 0
-    for end in [*turns, last]:
-        if end <= start and end != last:
-            continue
-        if start > last:
-            break
+    start = turn = 0
+    while start <= last:
+        while ends[turn] <= start < last:
+            turn += 1
+        end = ends[turn] if start < last and forth[start] else start
         digits: JointDigits = ((end - start + 1, int(step[start, 0]), int(step[start, 1])),) if end > start else ()
         pieces.append((int(src[start]), int(dst[start]), digits))
         start = end + 1

@@ -73,7 +73,7 @@ class Hold:
         tensor = _tensor(cargo.seed, layer, part, shape, entries * len(table))
         if received:
             per_entry = shape.token.per_entry
-            last = -(-cargo.tokens // per_entry) if shape.element.opaque else cargo.tokens // per_entry
+            last = -(-cargo.tokens // per_entry) if shape.token.moves_partial else cargo.tokens // per_entry
             tensor[last:] = 0
         for place, block in enumerate(table):
             if block != HOLE:

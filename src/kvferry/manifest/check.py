@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import isfinite, prod
@@ -21,6 +21,7 @@ from kvferry.manifest.schema import DTYPE_BYTES, MAX_BYTES, Axis, Group, Layer, 
 from kvferry.strided import Digits, Ints, canonical, footprint, size, span, spread
 
 MAX_PIECES: Final = 1 << 16
+MAX_MARKS: Final = 1 << 20
 MAX_TOKENS: Final = 1 << 18
 MAX_ADDRESS: Final = 1 << 63
 
@@ -49,8 +50,9 @@ def _check_rank(manifest: Manifest) -> None:
 
 
 def _check_regions(manifest: Manifest) -> None:
-    """Regions whose address is given are apart; an address of 0 is not known yet."""
-    placed = sorted((r.memory, r.device, r.address, r.address + r.length, r.name) for r in manifest.regions if r.address)
+    """Regions whose address is given are apart; an address of 0 is not known yet, and nothing lies in an empty region."""
+    known = (r for r in manifest.regions if r.address and r.length)
+    placed = sorted((r.memory, r.device, r.address, r.address + r.length, r.name) for r in known)
     for _, _, _, end, name in placed:
         if end > MAX_ADDRESS:
             raise ManifestError(f"region {name} ends at address {end:#x}, past any address")
@@ -114,11 +116,26 @@ def _check_shape(where: str, shape: Shape) -> Footprint:
         raise ManifestError(f"{where}: more than {MAX_BYTES:,} bytes over all ranks")
     digits = [d for axis in shape.axes for d in axis.digits]
     if shape.token:
+        if shape.token.per_entry > 1 and shape.token.partial is None:
+            raise ManifestError(
+                f"{where}: an entry stands for {shape.token.per_entry} tokens, but it is not declared whether an "
+                "incomplete one holds anything yet; set `partial` of the token axis"
+            )
         digits += shape.token.digits
+    return _touched(where, digits, element.bytes)
+
+
+def _touched(where: str, digits: Sequence[tuple[int, int]], length: int) -> Footprint:
+    """A run and its repeats; strides that interleave, so that nesting does not show that they are apart, are spelled out."""
     try:
-        return footprint(digits, element.bytes)
+        return footprint(digits, length)
     except ValueError as error:
-        raise ManifestError(f"{where}: {error}") from None
+        repeats = tuple(d for d in digits if d[0] > 1)
+        if any(stride < length for _, stride in repeats) or size(repeats) > MAX_PIECES:
+            raise ManifestError(f"{where}: {error}") from None
+        if (np.diff(np.sort(spread(0, repeats))) < length).any():
+            raise ManifestError(f"{where}: {error}") from None
+        return length, repeats
 
 
 def _check_axis(where: str, axis: Axis) -> None:
@@ -156,20 +173,31 @@ class _Panel:
     """Parts of one group that lie behind each other and repeat alike, as one footprint."""
 
     group: Group
+    stride: int
     offset: int
     length: int
     repeats: Digits
     parts: list[str]
 
-    def extended(self, other: _Panel, limit: int) -> bool:
-        """Take in `other` if it continues this panel and no run of both is longer than `limit`."""
-        if other.repeats != self.repeats or other.group.id != self.group.id or other.offset != self.offset + self.length:
+    @property
+    def pieces(self) -> int:
+        return size(self.repeats)
+
+    @property
+    def end(self) -> int:
+        return self.offset + (self.group.blocks - 1) * self.stride + span(self.repeats) + self.length
+
+    def extended(self, other: _Panel) -> bool:
+        """Take in `other` if it continues this panel and no run of both reaches into the next block."""
+        if (other.group.id, other.stride, other.repeats) != (self.group.id, self.stride, self.repeats):
+            return False
+        if other.offset != self.offset + self.length:
             return False
         try:
             length, repeats = footprint(self.repeats, self.length + other.length)
         except ValueError:
             return False
-        if length > limit:
+        if length > self.stride and self.group.blocks > 1:
             return False
         self.length, self.repeats = length, repeats
         self.parts += other.parts
@@ -178,57 +206,109 @@ class _Panel:
 
 def _check_disjoint(manifest: Manifest, groups: dict[int, Group], footprints: Sequence[Footprint]) -> None:
     """No byte belongs to two blocks, or twice to one block of one group; groups may overlay each other block by block."""
-    placed: dict[int, dict[int, list[_Panel]]] = defaultdict(lambda: defaultdict(list))
+    placed: dict[int, list[_Panel]] = defaultdict(list)
     for layer in manifest.layers:
         for part in layer.parts:
-            panel = _Panel(groups[layer.group], part.offset, *footprints[part.shape], [f"{layer.name} {part.name}"])
-            placed[part.region][part.block_stride].append(panel)
-    left = MAX_PIECES
-    for region, by_stride in placed.items():
+            name = f"{layer.name} {part.name}"
+            panel = _Panel(groups[layer.group], part.block_stride, part.offset, *footprints[part.shape], [name])
+            if panel.length > panel.stride and panel.group.blocks > 1:
+                where = manifest.regions[part.region].name
+                raise ManifestError(f"region {where}: {name} is longer than its block stride of {panel.stride} bytes")
+            placed[part.region].append(panel)
+    left, marks = MAX_PIECES, MAX_MARKS
+    for region, parts in placed.items():
         name = manifest.regions[region].name
-        ranges = []
-        for stride, parts in by_stride.items():
-            start = min(p.offset for p in parts)
-            end = max(p.offset + span(p.repeats) + p.length + (p.group.blocks - 1) * stride for p in parts)
-            ranges.append((start, end, parts[0].parts[0]))
-            repeat = end if all(p.group.blocks == 1 for p in parts) else stride
-            panels = _joined(parts, repeat)
-            left -= _pieces(panels)
+        for panels in _apart(_joined(parts)):
+            left -= sum(p.pieces for p in panels)
             if left < 0:
-                worst = max(panels, key=lambda p: size(p.repeats))
+                worst = max(panels, key=lambda p: p.pieces)
                 raise ManifestError(f"{worst.parts[0]}: more than {MAX_PIECES:,} separate pieces in one block")
-            _check_same_stride(name, repeat, parts, panels)
-        for (_, end, one), (start, _, other) in pairwise(sorted(ranges)):
-            if start < end:
-                raise ManifestError(f"region {name}: {one} and {other} overlap with different block strides")
+            stride = _common_stride(panels)
+            if stride is None:
+                marks -= sum(p.pieces * p.group.blocks for p in panels)
+                if marks < 0:
+                    raise ManifestError(
+                        f"region {name}: {panels[0].parts[0]} and others lie between each other with different block strides, "
+                        f"in more than {MAX_MARKS:,} pieces: too many to check"
+                    )
+            suspects = _clash(panels, stride) if stride is not None else _marked_clash(panels)
+            if suspects:
+                raise ManifestError(f"region {name}: {_blamed(parts, suspects, stride)}")
 
 
-def _pieces(panels: Iterable[_Panel]) -> int:
-    return sum(size(p.repeats) for p in panels)
+def _blamed(parts: Sequence[_Panel], clash: tuple[_Panel, _Panel], stride: int | None) -> str:
+    """The parts that share a byte, of the panels that do."""
+    suspects = [p for p in parts if any(p.parts[0] in panel.parts for panel in clash)]
+    if stride is None:
+        one, other = _marked_clash(suspects) or clash
+    else:
+        one, other = (_clash(suspects, stride) if sum(p.pieces for p in suspects) <= MAX_PIECES else None) or clash
+    if one.stride != other.stride and stride is None:
+        return f"{one.parts[0]} and {other.parts[0]} overlap with different block strides"
+    return f"{one.parts[0]} and {other.parts[0]} share bytes of a block, or of different blocks"
 
 
-def _joined(parts: Iterable[_Panel], limit: int) -> list[_Panel]:
+def _joined(parts: Iterable[_Panel]) -> list[_Panel]:
     """The same bytes in fewer panels: a packed page becomes one, and so do pages behind each other."""
     out: list[_Panel] = []
-    for part in sorted(parts, key=lambda p: (p.group.id, p.offset)):
-        out.append(_Panel(part.group, part.offset, part.length, part.repeats, list(part.parts)))
-        while len(out) > 1 and out[-2].extended(out[-1], limit):
+    for part in sorted(parts, key=lambda p: (p.group.id, p.stride, p.offset)):
+        out.append(replace(part, parts=list(part.parts)))
+        while len(out) > 1 and out[-2].extended(out[-1]):
             out.pop()
     return out
 
 
-def _check_same_stride(region: str, stride: int, parts: Sequence[_Panel], panels: Sequence[_Panel]) -> None:
-    """Check panels, and the parts they are made of, that repeat every `stride` bytes."""
-    for part in parts:
-        if part.length > stride:
-            raise ManifestError(f"region {region}: {part.parts[0]} is longer than its block stride of {stride} bytes")
-    clash = _clash(panels, stride)
-    if clash:
-        suspects = [p for p in parts if any(p.parts[0] in panel.parts for panel in clash)]
-        one, other = (_clash(suspects, stride) if _pieces(suspects) <= MAX_PIECES else None) or clash
-        raise ManifestError(
-            f"region {region}: {one.parts[0]} and {other.parts[0]} share bytes of a block, or of different blocks"
-        )
+def _apart(panels: Sequence[_Panel]) -> Iterator[list[_Panel]]:
+    """Panels whose stretches of the region overlap, together; tensors that lie behind each other, each alone."""
+    together: list[_Panel] = []
+    end = 0
+    for panel in sorted(panels, key=lambda p: p.offset):
+        if together and panel.offset >= end:
+            yield together
+            together = []
+        together.append(panel)
+        end = max(end, panel.end)
+    if together:
+        yield together
+
+
+def _common_stride(panels: Sequence[_Panel]) -> int | None:
+    """The one block stride that all panels can be said to have, or None; that of a single block has no meaning."""
+    strides = {p.stride for p in panels if p.group.blocks > 1}
+    if not strides:
+        return max(p.end for p in panels)
+    stride = strides.pop()
+    return None if strides or any(p.length > stride for p in panels) else stride
+
+
+def _marked_clash(panels: Sequence[_Panel]) -> tuple[_Panel, _Panel] | None:
+    """Two panels that share a byte, unless they are the same block seen by two groups, whatever their strides: every piece of
+    every block is looked at."""
+    pieces = [spread(p.offset, ((p.group.blocks, p.stride), *p.repeats)) for p in panels]
+    start = np.concatenate(pieces)
+    owner = np.repeat(np.arange(len(panels)), [len(p) for p in pieces])
+    block = np.concatenate([np.repeat(np.arange(p.group.blocks), p.pieces) for p in panels])
+    end = start + np.array([p.length for p in panels], np.int64)[owner]
+    group = np.array([p.group.id for p in panels], np.int64)[owner]
+    by_group = np.lexsort((start, group))
+    before, after = by_group[:-1], by_group[1:]
+    twice = np.flatnonzero((group[before] == group[after]) & (start[after] < end[before]))
+    if len(twice):
+        return _pair(panels, owner[before[twice[0]]], owner[after[twice[0]]])
+    order = np.argsort(start, kind="stable")
+    start, end, block, owner = start[order], end[order], block[order], owner[order]
+    reached = np.maximum.accumulate(end)
+    furthest = np.maximum.accumulate(np.where(end == reached, np.arange(len(end)), 0))
+    # Of the first piece that meets another block's, the one before it that reaches furthest is another block's too.
+    others = np.flatnonzero((start[1:] < reached[:-1]) & (block[1:] != block[furthest[:-1]]))
+    if len(others):
+        at = int(others[0])
+        return _pair(panels, owner[furthest[at]], owner[at + 1])
+    return None
+
+
+def _pair(panels: Sequence[_Panel], one: int, other: int) -> tuple[_Panel, _Panel]:
+    return panels[min(one, other)], panels[max(one, other)]
 
 
 def _clash(panels: Sequence[_Panel], stride: int) -> tuple[_Panel, _Panel] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.manifest.schema import Axis, Chunk, Element, Layer, Manifest, Reach, Shape, TokenPaged, Window
 
+_HOLDS = {True: "holds its first tokens (partial)", False: "holds nothing yet"}
 _PLURAL = {"head": "heads", "dim": "dims", "channel": "channels", "tap": "taps", "group": "groups", "state": "states"}
 
 
@@ -125,6 +126,9 @@ def _shapes(there: Shape, here: Shape) -> Iterator[str]:
         yield f"an entry stands for {per_entry[0]} tokens there, {per_entry[1]} here" + (
             "; opaque cells cannot be cut: use the same kernel block size on both sides" if here.element.opaque else ""
         )
+    partial = tuple(bool(s.token and s.token.moves_partial) for s in (there, here))
+    if per_entry[0] == per_entry[1] and partial[0] != partial[1]:
+        yield f"an incomplete entry {_HOLDS[partial[0]]} there, {_HOLDS[partial[1]]} here"
     axes = ({a.name: a for a in there.axes}, {a.name: a for a in here.axes})
     if axes[0].keys() != axes[1].keys():
         yield f"axes ({', '.join(axes[0])}) there, ({', '.join(axes[1])}) here"

@@ -133,9 +133,10 @@ class LatentAttention:
 class Entries:
     """A declared cache of entries that each stand for several tokens (compressed attention); whole on every rank.
 
-    `planes` are further parts of an entry: a kernel block holds the first part of all its entries, then the next of all.
-    `block` is the tokens of a block where the engine fixes them for this cache, and 0 where the side chooses; a page is
-    padded up to a multiple of `page_align` bytes.
+    A `partial` one is written as its tokens come (a scale for a block), not when the last of them is there. `planes` are
+    further parts of an entry: a kernel block holds the first part of all its entries, then the next of all. `block` is the
+    tokens of a block where the engine fixes them for this cache, and 0 where the side chooses; a page is padded up to a
+    multiple of `page_align` bytes.
     """
 
     part: str
@@ -146,11 +147,12 @@ class Entries:
     planes: tuple[tuple[str, int], ...] = ()
     block: int = 0
     page_align: int = 1
+    partial: bool = False
     paging: ClassVar[Paging] = "token"
 
     def streams(self, shard: Shard, layout: Layout) -> tuple[Stream, ...]:
         parts = (
-            PartSpec(name, element(self.dtype), (whole("dim", width),), per_entry=self.tokens_per_entry)
+            PartSpec(name, element(self.dtype), (whole("dim", width),), self.tokens_per_entry, self.partial)
             for name, width in ((self.part, self.width), *self.planes)
         )
         return ((Panel(tuple((part, ("token", "dim")) for part in parts)),),)
@@ -292,7 +294,7 @@ class OpaqueCells:
     def streams(self, shard: Shard, layout: Layout) -> tuple[Stream, ...]:
         cell = Element("opaque", self.bytes_per_token * layout.block, opaque=f"{self.tag}/{layout.block}")
         slots = (split_or_replicate("head", self.head_slots, shard, "head slots"),) if self.head_slots else ()
-        part = PartSpec("bytes", cell, slots, per_entry=layout.block)
+        part = PartSpec("bytes", cell, slots, per_entry=layout.block, partial=True)
         return ((Panel(((part, ("token", *(s.name for s in slots))),)),),)
 
 

@@ -40,12 +40,14 @@ def whole(name: str, size: int, live: int | None = None) -> Extent:
 
 @dataclass(frozen=True)
 class PartSpec:
-    """A part before it has a place in memory. `per_entry` is the tokens one entry stands for; 0: no token axis."""
+    """A part before it has a place in memory. `per_entry` is the tokens one entry stands for; 0: no token axis. `partial`
+    as in the manifest."""
 
     name: str
     element: Element
     extents: tuple[Extent, ...]
     per_entry: int = 0
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,5 +142,6 @@ def _shape(part: PartSpec, strides: dict[str, int], tokens: int, kernel_blocks: 
     token = None
     if part.per_entry:
         entries = tokens // kernel_blocks // part.per_entry
-        token = TokenAxis(((kernel_blocks, kernel_page), (entries, strides["token"])), part.per_entry)
+        partial = part.partial if part.per_entry > 1 else None
+        token = TokenAxis(((kernel_blocks, kernel_page), (entries, strides["token"])), part.per_entry, partial)
     return Shape(part.element, axes, token)

@@ -111,7 +111,9 @@ class Chunk(Struct, frozen=True, forbid_unknown_fields=True, tag="chunk"):
         return tokens // self.tokens * self.tokens
 
     def covers(self, other: Reach) -> bool:
-        return isinstance(other, Chunk) and self.tokens % other.tokens == 0
+        if isinstance(other, Chunk):
+            return self.tokens % other.tokens == 0
+        return isinstance(other, Window) and other.tokens == 1
 
 
 Reach = Full | Window | Chunk
@@ -172,14 +174,21 @@ class Axis(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenAxis(Struct, frozen=True, forbid_unknown_fields=True):
-    """The token dimension inside a block; one entry stands for `per_entry` consecutive tokens."""
+    """The token dimension inside a block; one entry stands for `per_entry` consecutive tokens. `partial` says whether an
+    entry is written before the last of its tokens is there (a cell, a scale for a block), so that an incomplete one is moved
+    too, or not (a compressed entry). Nobody can infer it: where an entry stands for several tokens, it must be said."""
 
     digits: Digits
     per_entry: Count = 1
+    partial: bool | None = None
 
     @property
     def entries(self) -> int:
         return prod(count for count, _ in self.digits)
+
+    @property
+    def moves_partial(self) -> bool:
+        return self.per_entry > 1 and bool(self.partial)
 
 
 class Element(Struct, frozen=True, forbid_unknown_fields=True):

@@ -35,6 +35,7 @@ _HYBRID: Final = {
     "mlp": "none",
     "moe": "none",
 }
+_V4_RATES: Final = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _NEMOTRON: Final = {"M": "state", "*": "attention", "-": "none", "E": "none"}
 
 
@@ -49,6 +50,11 @@ class _Config:
     @cached_property
     def layers(self) -> int:
         return self.keys.count("num_hidden_layers", most=MAX_LAYERS)
+
+    @cached_property
+    def given_layers(self) -> int | None:
+        """The number of layers where it need not be given, since a list has an item for each."""
+        return self.layers if self.keys.has("num_hidden_layers") else None
 
     @cached_property
     def heads(self) -> int:
@@ -122,7 +128,7 @@ def _qwen3(c: _Config) -> Layers:
 def _qwen3_moe(c: _Config) -> Layers:
     if c.keys.flag("use_sliding_window", default=False) and not c.keys.has("layer_types"):
         raise c.keys.error("use_sliding_window", "is true, but which layers slide is not defined; give layer_types")
-    return c.reaching(c.attention(), ["full"] * c.layers)
+    return c.reaching(c.attention_or_divided(), ["full"] * c.layers)
 
 
 def _gemma3(c: _Config) -> Layers:
@@ -171,7 +177,7 @@ def _indexer(c: _Config) -> Entries:
 
 def _deepseek_v4(c: _Config) -> Layers:
     """Each layer has a window of raw latents; a compression ratio adds compressed latents and the compressor's state."""
-    ratios = c.keys.items("compress_ratios")
+    ratios = c.keys.items("compress_ratios") if c.keys.has("compress_ratios") else _v4_ratios(c)
     if len(ratios) < c.layers:
         raise c.keys.error("compress_ratios", f"has {len(ratios)} items for {c.layers} layers; one per layer is needed")
     dim = c.keys.count("head_dim")
@@ -184,9 +190,25 @@ def _deepseek_v4(c: _Config) -> Layers:
     return tuple(layers)
 
 
+def _v4_ratios(c: _Config) -> list[int]:
+    """The ratios as transformers writes them: a kind for each layer, and a rate for each kind."""
+    words = c.keys.words("layer_types", c.layers, {word: word for word in _V4_RATES})
+    rates = c.keys.section("compress_rates") if c.keys.has("compress_rates") else None
+    by_word = {word: rates.count(word, rate, least=0) if rates else rate for word, rate in _V4_RATES.items()}
+    return [by_word[word] for word in words]
+
+
+def _v4_rope(c: _Config, dim: int) -> int:
+    """Dims with positions, or, as transformers writes them, their share of all."""
+    share = c.keys.values.get("partial_rotary_factor")
+    if c.keys.has("qk_rope_head_dim") or not isinstance(share, float) or not 0 < share <= 1:
+        return c.keys.count("qk_rope_head_dim")
+    return round(dim * share)
+
+
 def _v4_latent(c: _Config, dim: int) -> Entries:
     """fp8 without positions, bfloat16 with them, then a plane of byte-wide scales, one per quantum, rounded up to 8."""
-    rope = c.keys.count("qk_rope_head_dim")
+    rope = _v4_rope(c, dim)
     if rope >= dim or (dim - rope) % V4_QUANTUM:
         raise c.keys.error("qk_rope_head_dim", f"is {rope}, which leaves no multiple of {V4_QUANTUM} of head_dim {dim}")
     scales = -(-(dim - rope) // V4_QUANTUM // 8) * 8
@@ -237,9 +259,9 @@ def _nemotron_h(c: _Config) -> Layers:
     if keys.has("hybrid_override_pattern"):
         pattern = keys.text("hybrid_override_pattern")
         spelled = Fields({"hybrid_override_pattern": list(pattern[: MAX_LAYERS + 1])}, keys.model, keys.at)
-        words = spelled.words("hybrid_override_pattern", c.layers, _NEMOTRON)
+        words = spelled.words("hybrid_override_pattern", c.given_layers, _NEMOTRON)
     else:
-        words = keys.words("layers_block_type", c.layers, _HYBRID)
+        words = keys.words("layers_block_type", c.given_layers, _HYBRID)
     attention = c.attention(keys.count("attention_head_dim") if keys.has("attention_head_dim") else None)
     if keys.has("sliding_window"):
         attention = replace(attention, reach=c.reach("sliding"))
@@ -262,7 +284,7 @@ def _granite_hybrid(c: _Config) -> Layers:
 
 
 def _bamba(c: _Config) -> Layers:
-    chosen = c.keys.indices("attn_layer_indices", c.layers)
+    chosen = c.keys.indices("attn_layer_indices", c.layers) if c.keys.has("attn_layer_indices") else ()
     words = ["attention" if i in chosen else "state" for i in range(c.layers)]
     return c.hybrid(words, {"state": (_mamba2(c), "mixer"), "attention": (c.attention(c.divided_head_dim()), "attn")})
 
@@ -310,6 +332,8 @@ def _qwen3_5(c: _Config) -> Layers:
 
 def _kimi_linear(c: _Config) -> Layers:
     """Layer lists count from 1. The state is float32, whatever the model's dtype."""
+    if not c.keys.has("linear_attn_config"):
+        return _kimi_linear_by_words(c)
     linear = c.keys.section("linear_attn_config")
     full, delta = (linear.indices(key, c.layers, base=1) for key in ("full_attn_layers", "kda_layers"))
     if full & delta or len(full | delta) != c.layers:
@@ -318,6 +342,14 @@ def _kimi_linear(c: _Config) -> Layers:
     kda = GatedDelta(heads, heads, dim, dim, linear.count("short_conv_kernel_size", least=2), c.dtype, "float32")
     latent = _latent(c)
     return c.one_each([latent if i in full else kda for i in range(c.layers)], "self_attn")
+
+
+def _kimi_linear_by_words(c: _Config) -> Layers:
+    """As transformers writes it: a word for each layer, and keys of the linear layers beside all others."""
+    heads, dim = c.keys.count("linear_num_heads"), c.keys.count("linear_head_dim")
+    kda = GatedDelta(heads, heads, dim, dim, c.keys.count("linear_conv_kernel_dim", least=2), c.dtype, "float32")
+    words = c.keys.words("layer_types", c.layers, _HYBRID)
+    return c.hybrid(words, {"state": (kda, "self_attn"), "attention": (_latent(c), "self_attn")})
 
 
 def _lfm2(c: _Config) -> Layers:

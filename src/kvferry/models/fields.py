@@ -70,8 +70,8 @@ class Fields:
             found.add(item - base)
         return frozenset(found)
 
-    def words(self, key: str, layers: int, known: Mapping[str, str]) -> tuple[str, ...]:
-        """A list with a word per layer, each translated by `known`."""
+    def words(self, key: str, layers: int | None, known: Mapping[str, str]) -> tuple[str, ...]:
+        """A list with a word per layer, each translated by `known`; if `layers` is None, the list says how many there are."""
         words = []
         for i, item in enumerate(self.items(key, layers)):
             if not isinstance(item, str) or item not in known:

@@ -6,10 +6,11 @@ tokens: ranges are cut into tiles at the plan's grains, tiles become columns, an
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -19,13 +20,11 @@ from kvferry.errors import BindError
 from kvferry.manifest.schema import HOLE, Group
 from kvferry.plan.columns import Columns, expanded
 from kvferry.plan.intervals import Intervals, cut_at, integers, interval, subtract, union
+from kvferry.plan.overlay import Claim, Ids, Overlay
 from kvferry.plan.schema import Edge, Need, Plan
-from kvferry.strided import Ints, merge, offsets
+from kvferry.strided import Ints, merge, offsets, size
 
 Table = Sequence[int] | npt.NDArray[np.integer] | int
-Ids = npt.NDArray[np.signedinteger[Any]]
-"""Block ids and places in blocks: 32 bits wide where that is enough, since there may be one for every few tokens."""
-
 _ORIGIN: Final = np.zeros(1, np.int32)
 _ORIGIN.setflags(write=False)
 _NARROW: Final = np.iinfo(np.int32).max
@@ -143,6 +142,7 @@ class Binder:
         self._edges = tuple(tuple(expanded(grain.runs) for grain in edge.grains) for edge in plan.edges)
         self._fills = tuple(tuple(expanded(grain.runs) for grain in fill.grains) for fill in plan.fills)
         self._strides = np.array([lane.block_stride for lane in plan.lanes], np.int64)
+        self._whole = np.array([size(lane.digits) == 1 for lane in plan.lanes], bool)
         self._src_groups: dict[int, Group] = {}
         for edge in plan.edges:
             group = plan.sources[edge.source].group(edge.src_group)
@@ -188,13 +188,16 @@ class Binder:
             return {}, ranges
         src = {g: _table(request.src, group, "producer") for g, group in self._src_groups.items()}
         for group in (self._dst_groups[g] for g in self._read_groups(request)):
-            table = ranges.tables[group.id] = _table(request.dst, group, "consumer")
-            if _repeats(table):
-                raise BindError(f"the consumer's block table of group {group.id} names a block twice")
+            ranges.tables[group.id] = _table(request.dst, group, "consumer")
             if group.tokens and request.start % group.tokens:
                 raise BindError(
                     f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
                 )
+        _one_group_each(self._overlay_there, src, "producer")
+        distinct = _one_group_each(self._overlay_here, ranges.tables, "consumer")
+        for group_id, table in ranges.tables.items():
+            if group_id not in distinct and _repeats(table):
+                raise BindError(f"the consumer's block table of group {group_id} names a block twice")
         out: dict[tuple[int, int], Tiles] = {}
         known: dict[tuple[int, int, tuple[int, ...]], list[Tiles]] = {}
         for i, edge in enumerate(self.plan.edges):
@@ -205,6 +208,27 @@ class Binder:
                 if len(tiles.src_block):
                     out[i, level] = tiles
         return out, ranges
+
+    @cached_property
+    def _overlay_here(self) -> Overlay:
+        """Of the consumer's groups. Fills have all bytes of a group for tokens; of a state, only what is not copied."""
+        claims = defaultdict(list)
+        for fill, columns in zip(self.plan.fills, self._fills, strict=True):
+            claims[fill.group].append(_claim_here(columns[0]))
+        for edge, columns in zip(self.plan.edges, self._edges, strict=True):
+            if edge.grains[0].tokens == 0:
+                claims[edge.dst_group].append(_claim_here(columns[0]))
+        return Overlay(claims, {g: group.blocks for g, group in self._dst_groups.items()}, self.plan.lanes)
+
+    @cached_property
+    def _overlay_there(self) -> Overlay:
+        """Of the producer's groups, as far as they are read."""
+        claims = defaultdict(list)
+        for edge, columns in zip(self.plan.edges, self._edges, strict=True):
+            found = columns[0]
+            claim = Claim(edge.source, found.src_region, found.src_offset, found.length, found.src_lane)
+            claims[edge.src_group].append(claim)
+        return Overlay(claims, {g: group.blocks for g, group in self._src_groups.items()}, self.plan.lanes)
 
     def _tiled(self, request: Request, edge: Edge, grains: Sequence[int], there: Ids, ranges: _Ranges) -> list[Tiles]:
         """The tiles of an edge by level; those of other sources' edges of the same need and grains are the same."""
@@ -292,10 +316,9 @@ class Binder:
     def _place(self, columns: Columns, tiles: Tiles) -> tuple[Ints, ...]:
         """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged.
 
-        Where all runs are as long as their blocks are apart, consecutive blocks are merged before runs multiply them.
+        Where all runs fill their blocks, consecutive blocks are merged before runs multiply them.
         """
-        apart = self._strides[columns.src_lane], self._strides[columns.dst_lane]
-        if all(np.array_equal(columns.length, strides) for strides in apart):
+        if self._fills_blocks(columns):
             tiles, joined = _consecutive(tiles)
             length = columns.length[:, None] * joined
         else:
@@ -308,6 +331,12 @@ class Binder:
             np.repeat(columns.dst_region, count), dst.reshape(-1),
             length.reshape(-1),
         )  # fmt: skip
+
+    def _fills_blocks(self, columns: Columns) -> bool:
+        """Whether a tile is a whole block on either side, and every run as long as blocks are apart: only then are blocks
+        whose ids follow each other one stretch of memory. A tile of a block has neighbours in its own block."""
+        lanes = columns.src_lane, columns.dst_lane
+        return all(np.array_equal(columns.length, self._strides[side]) and self._whole[side].all() for side in lanes)
 
     def _moved(self, lanes: Ints, block: Ids, tile: Ids) -> Ints:
         used, which = np.unique(lanes, return_inverse=True)
@@ -375,8 +404,8 @@ def _numbers(given: Table) -> npt.NDArray[Any]:
     """A table as an array of whatever it holds; lists of small numbers, as engines have them, are taken the short way."""
     if isinstance(given, list):
         try:
-            return np.frombuffer(array("i", given), np.int32) if given else np.empty(0, np.int32)
-        except (TypeError, OverflowError):
+            return np.frombuffer(struct.pack(f"{len(given)}i", *given), np.int32)
+        except struct.error:
             return np.asarray(given)
     found = np.asarray(given)
     return found.reshape(1) if found.ndim == 0 else found
@@ -391,7 +420,8 @@ def _repeats(table: Ids) -> bool:
     """Whether a block is named twice."""
     if len(table) < 2 or (table[1:] > table[:-1]).all():
         return False
-    taken = np.sort(table[table != HOLE])
+    ordered = np.sort(table)
+    taken = ordered[np.searchsorted(ordered, HOLE, side="right") :]
     return bool((taken[1:] == taken[:-1]).any())
 
 
@@ -411,10 +441,35 @@ def _wanted(need: Need, group: Group, request: Request) -> tuple[int, int, int]:
 
 
 def _entries_read(need: Need, request: Request, first: int) -> float:
-    """Entries that layers read: complete ones, or, of opaque cells, the share that holds tokens they look at."""
+    """Entries that layers read: complete ones, or, of partial ones, the share that holds tokens they look at."""
     if need.partial:
         return (request.tokens - first) / need.per_entry
     return max(0, request.tokens // need.per_entry - first // need.per_entry)
+
+
+def _claim_here(columns: Columns) -> Claim:
+    return Claim(0, columns.dst_region, columns.dst_offset, columns.length, columns.dst_lane)
+
+
+def _one_group_each(overlay: Overlay, tables: Mapping[int, Ids], name: str) -> set[int]:
+    """Refuse a block that is in the tables of two groups that overlay each other: what one wrote there, the other lost.
+    The groups that were seen to name each block once, too."""
+    distinct: set[int] = set()
+    for cluster in overlay.clusters:
+        found = [tables[group] for group in cluster if group in tables]
+        if len(found) < 2:
+            continue
+        if not _repeats(np.concatenate(found)):
+            distinct.update(cluster)
+            continue
+        clash = overlay.clash(tables)
+        if clash is not None:
+            block, one, other = clash
+            raise BindError(
+                f"the {name}'s block tables of groups {one} and {other} both name block {block}, and these groups share its "
+                "memory: a block belongs to one group at a time"
+            )
+    return distinct
 
 
 def _covers(table: Ids, blocks: int, group: Group, name: str) -> None:

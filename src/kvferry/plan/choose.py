@@ -1,6 +1,8 @@
 """Who reads what from whom: boxes of global index space cut at the producers' borders, and a choice among replicas.
 
-The choice depends on manifests alone, so every rank of both sides arrives at the same one.
+The choice depends on manifests and the reader's name alone, so that whoever knows them arrives at the same one. Replicas of
+a box are the stops of a circle. The ranks of a reader that read the same box have equal arcs of it, each deals its layers
+along its arc in proportion to their bytes, and readers begin at places of their own.
 """
 
 from __future__ import annotations
@@ -8,13 +10,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise, product
+from hashlib import blake2b
+from itertools import accumulate, pairwise, product
 from math import prod
+from typing import Final
 
 from kvferry.errors import MismatchError
 from kvferry.manifest.check import check_manifest
 from kvferry.manifest.compare import Mismatch, compare, compare_engines, compare_layers
 from kvferry.manifest.schema import Layer, Manifest, Rank, Shape
+
+CIRCLE: Final = 1 << 32
+_GOLDEN: Final = 2_654_435_769
+"""The golden section of the circle: kinds of layers that follow each other begin far apart."""
+_FINE: Final = 1 << 10
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
@@ -44,17 +53,24 @@ class Fleet:
             name: kinds.setdefault(tuple((index, signature(layer)) for index, layer in held), len(kinds))
             for name, held in self.holders.items()
         }
+        self._cells: dict[tuple[object, ...], list[tuple[Box, list[int]]]] = {}
         self._boxes: dict[tuple[object, ...], tuple[tuple[int, Box], ...]] = {}
 
-    def part_boxes(self, consumer: Manifest, layer: Layer, part: int) -> tuple[tuple[int, Box], ...]:
-        """The boxes of a consumer's part, each with the producer rank to read it from."""
+    def part_boxes(self, consumer: Manifest, layer: Layer, part: int, at: int) -> tuple[tuple[int, Box], ...]:
+        """The boxes of a consumer's part, each with the producer rank to read it from; `at` is the layer's place on its arc."""
         mine = layer.parts[part]
         shape = consumer.shapes[mine.shape]
-        wanted, place = live_box(shape), turn(shape, consumer.identity.rank)
-        key = (self.alike.get(layer.name, -1), mine.name, tuple(a.name for a in shape.axes), wanted, place)
-        found = self._boxes.get(key)
+        key = (self.alike.get(layer.name, -1), mine.name, tuple(a.name for a in shape.axes), live_box(shape))
+        cells = self._cells.get(key)
+        if cells is None:
+            held = self.held(layer.name, mine.name, shape)
+            cells = self._cells[key] = [cell for cell in _cells(live_box(shape), held) if cell[1]]
+        arcs, arc = readers_of(shape, consumer.identity.rank)
+        place = arc * CIRCLE + at
+        chosen = tuple(holders[place * len(holders) // (arcs * CIRCLE)] for _, holders in cells)
+        found = self._boxes.get((key, chosen))
         if found is None:
-            found = self._boxes[key] = _assign(wanted, self.held(layer.name, mine.name, shape), place)
+            found = self._boxes[key, chosen] = _glued(list(zip(chosen, (cell for cell, _ in cells), strict=True)))
         return found
 
     def held(self, layer: str, part: str, shape: Shape) -> list[tuple[int, Box]]:
@@ -108,13 +124,54 @@ def scratch_boxes(shape: Shape) -> tuple[Box, ...]:
     return tuple(b for b in boxes if all(start < stop for start, stop in b))
 
 
-def turn(shape: Shape, rank: Rank) -> int:
-    """A rank's place among the ranks of its engine that read the same box, those of earlier stages first."""
+class Deal:
+    """Where on its arc of replicas each layer of a consumer is read: layers that the same ranks hold and that need the same
+    tokens are dealt among themselves."""
+
+    def __init__(self, consumer: Manifest, fleet: Fleet, reader: str = "") -> None:
+        self._consumer, self._fleet = consumer, fleet
+        rank = consumer.identity.rank
+        name = (reader or consumer.identity.engine).encode()
+        start = int.from_bytes(blake2b(name, digest_size=4).digest(), "big") + rank.pp * CIRCLE // rank.pp_size
+        dealt: dict[tuple[object, ...], list[Layer]] = defaultdict(list)
+        for layer in consumer.layers:
+            if layer.name in fleet.holders:
+                state = consumer.shapes[layer.parts[0].shape].token is None
+                dealt[tuple(index for index, _ in fleet.holders[layer.name]), state, layer.reach].append(layer)
+        self._at: dict[str, int] = {}
+        for turn, layers in enumerate(dealt.values()):
+            sizes = [_weight(consumer, layer) for layer in layers]
+            for layer, end, size in zip(layers, accumulate(sizes), sizes, strict=True):
+                middle = (2 * end - size) * CIRCLE // (2 * sum(sizes))
+                self._at[layer.name] = (start + turn * _GOLDEN + middle) % CIRCLE
+
+    def boxes(self, layer: Layer, part: int) -> tuple[tuple[int, Box], ...]:
+        """The boxes of a part, each with the index of the producer rank to read it from."""
+        return self._fleet.part_boxes(self._consumer, layer, part, self._at.get(layer.name, 0))
+
+    def sources(self) -> frozenset[int]:
+        """Indices of the producer ranks that the consumer reads."""
+        parts = [(layer, i) for layer in self._consumer.layers for i in range(len(layer.parts))]
+        return frozenset(source for layer, i in parts for source, _ in self.boxes(layer, i))
+
+
+def _weight(consumer: Manifest, layer: Layer) -> int:
+    """A layer's bytes for each token, or of a state, in fractions of a byte; never nothing."""
+    total = 1
+    for part in layer.parts:
+        shape = consumer.shapes[part.shape]
+        per_entry = shape.token.per_entry if shape.token else 1
+        total += volume(live_box(shape)) * shape.element.bytes * _FINE // per_entry
+    return total
+
+
+def readers_of(shape: Shape, rank: Rank) -> tuple[int, int]:
+    """How many ranks of one stage read the same box, and which of them this one is: neighbours hold the same."""
     shards = prod(
         -(-axis.live_size // max(1, stop - start)) for axis, (start, stop) in zip(shape.axes, live_box(shape), strict=True)
     )
     readers = max(1, rank.tp_size // shards)
-    return rank.pp * readers + rank.tp % readers
+    return readers, rank.tp % readers
 
 
 def _cells(wanted: Box, held: Sequence[tuple[int, Box]]) -> Iterator[tuple[Box, list[int]]]:
@@ -126,10 +183,9 @@ def _cells(wanted: Box, held: Sequence[tuple[int, Box]]) -> Iterator[tuple[Box, 
         yield cell, [h for h, box in held if all(a <= c and d <= b for (a, b), (c, d) in zip(box, cell, strict=True))]
 
 
-def _assign(wanted: Box, held: Sequence[tuple[int, Box]], place: int) -> tuple[tuple[int, Box], ...]:
-    """Every cell of `wanted` with one holder; readers of a cell go to replicas in turn."""
-    cells = [(holders[place % len(holders)], cell) for cell, holders in _cells(wanted, held) if holders]
-    for axis in range(len(wanted)):
+def _glued(cells: list[tuple[int, Box]]) -> tuple[tuple[int, Box], ...]:
+    """Cells of one holder that touch, as larger boxes."""
+    for axis in range(len(cells[0][1]) if cells else 0):
         cells = _glue(cells, axis)
     return tuple(cells)
 
@@ -156,7 +212,7 @@ def missing(consumer: Manifest, layers: Iterable[Layer], fleet: Fleet) -> tuple[
         for i, part in enumerate(layer.parts):
             shape = consumer.shapes[part.shape]
             live = live_box(shape)
-            if sum(volume(box) for _, box in fleet.part_boxes(consumer, layer, i)) < volume(live):
+            if sum(volume(box) for _, box in fleet.part_boxes(consumer, layer, i, 0)) < volume(live):
                 lacking = [(0, cell) for cell, holders in _cells(live, fleet.held(layer.name, part.name, shape)) if not holders]
                 for n in range(len(live)):
                     lacking = _glue(lacking, n)
@@ -167,22 +223,13 @@ def missing(consumer: Manifest, layers: Iterable[Layer], fleet: Fleet) -> tuple[
     return tuple(found)
 
 
-def sources_of(consumer: Manifest, fleet: Fleet) -> frozenset[int]:
-    """Indices of the producer ranks that `consumer` reads."""
-    read: set[int] = set()
-    for layer in representatives(consumer, fleet):
-        for i in range(len(layer.parts)):
-            read.update(source for source, _ in fleet.part_boxes(consumer, layer, i))
-    return frozenset(read)
-
-
-def routes(producers: Sequence[Manifest] | Fleet, consumers: Sequence[Manifest]) -> tuple[Route, ...]:
+def routes(producers: Sequence[Manifest] | Fleet, consumers: Sequence[Manifest], reader: str = "") -> tuple[Route, ...]:
     """For every producer rank, its readers; the ranks without any are dealt to the consumer's ranks in turn."""
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
     for consumer in consumers:
         check_manifest(consumer)
         refuse_mismatches(consumer, fleet)
-    return dealt(fleet, {c.identity.rank: sources_of(c, fleet) for c in consumers})
+    return dealt(fleet, {c.identity.rank: Deal(c, fleet, reader).sources() for c in consumers})
 
 
 def dealt(fleet: Fleet, read: Mapping[Rank, Set[int]]) -> tuple[Route, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from kvferry.manifest.schema import Manifest, Rank
-from kvferry.plan.choose import Fleet, live_box, representatives, signature
+from kvferry.plan.choose import Deal, Fleet, live_box
 from kvferry.plan.schema import Edge, Plan
 
 
@@ -35,30 +35,25 @@ class Cost:
     bytes_per_state: int
 
 
-def reads(consumer: Manifest, fleet: Fleet) -> tuple[Read, ...]:
+def reads(consumer: Manifest, fleet: Fleet, reader: str = "") -> tuple[Read, ...]:
     """Who reads what from whom, one line per source and kind of layer."""
-    counts: dict[tuple[object, ...], int] = {}
+    deal = Deal(consumer, fleet, reader)
+    merged: dict[tuple[int, tuple[str, ...], str], tuple[int, str]] = {}
     for layer in consumer.layers:
-        if layer.name in fleet.alike:
-            key = (signature(layer), fleet.alike[layer.name])
-            counts[key] = counts.get(key, 0) + 1
-    lines: dict[tuple[int, str, str], tuple[int, list[str]]] = {}
-    for layer in representatives(consumer, fleet):
-        alike = counts[signature(layer), fleet.alike[layer.name]]
+        lines: dict[tuple[int, str], list[str]] = {}
         for i, part in enumerate(layer.parts):
             axes = consumer.shapes[part.shape].axes
             live = live_box(consumer.shapes[part.shape])
-            for source, box in fleet.part_boxes(consumer, layer, i):
+            for source, box in deal.boxes(layer, i):
                 cuts = [
                     f"{axis.name} [{low}, {high})"
                     for axis, (low, high), (start, stop) in zip(axes, box, live, strict=True)
                     if (low, high) != (0, axis.live_size) or (low, high) != (start, stop)
                 ]
-                lines.setdefault((source, layer.name, ", ".join(cuts) or "whole"), (alike, []))[1].append(part.name)
-    merged: dict[tuple[int, tuple[str, ...], str], tuple[int, str]] = {}
-    for (source, name, extents), (alike, parts) in lines.items():
-        so_far, example = merged.get((source, tuple(parts), extents), (0, name))
-        merged[source, tuple(parts), extents] = (so_far + alike, example)
+                lines.setdefault((source, ", ".join(cuts) or "whole"), []).append(part.name)
+        for (source, extents), parts in lines.items():
+            so_far, example = merged.get((source, tuple(parts), extents), (0, layer.name))
+            merged[source, tuple(parts), extents] = (so_far + 1, example)
     return tuple(
         Read(consumer.identity.rank, fleet.manifests[source].identity.rank, layers, example, parts, extents)
         for (source, parts, extents), (layers, example) in sorted(merged.items(), key=lambda item: item[0][0])

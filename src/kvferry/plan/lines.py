@@ -58,7 +58,7 @@ def first_difference(wanted: Triple, got: Triple) -> int:
 @lru_cache(maxsize=4096)
 def same_meaning(src: Shape, dst: Shape) -> bool:
     """Do equal indices of two parts stand for the same numbers?"""
-    per_entry = [s.token.per_entry if s.token else 0 for s in (src, dst)]
+    per_entry = [(s.token.per_entry, s.token.moves_partial) if s.token else (0, False) for s in (src, dst)]
     sizes = [{a.name: a.live_size for a in s.axes} for s in (src, dst)]
     return src.element == dst.element and per_entry[0] == per_entry[1] and sizes[0] == sizes[1]
 

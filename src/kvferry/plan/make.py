@@ -19,7 +19,19 @@ from msgspec.structs import replace
 from kvferry.errors import ProofError
 from kvferry.manifest.check import check_manifest
 from kvferry.manifest.schema import Layer, Manifest, Part, Reach, Shape
-from kvferry.plan.choose import Box, Fleet, base, dealt, live_box, refuse_mismatches, routes, scratch_boxes, signature
+from kvferry.plan.choose import (
+    Box,
+    Deal,
+    Fleet,
+    base,
+    dealt,
+    live_box,
+    refuse_mismatches,
+    routes,
+    scratch_boxes,
+    signature,
+    volume,
+)
 from kvferry.plan.prove import prove
 from kvferry.plan.schema import MAX_ITEMS, Edge, Fill, Grain, Lane, Need, Plan, Run, Side
 from kvferry.strided import Digits, JointDigits, borders, canonical, cut, fitting_grain, fold, gather, joint
@@ -33,6 +45,8 @@ MOST_RUNS = 1 << 19
 Base = tuple[int, int]
 LaneKey = tuple[int, Digits]
 NeedKey = tuple[Reach, int, bool, int]
+Boxes = tuple[tuple[int, Box], ...]
+"""Boxes of a part, each with the producer rank to read it from."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +63,14 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Flow:
-    """Where pieces belong: a source's group (or the destination's own, for fills), a consumer's group, a need."""
+    """Where pieces belong: a source's group (or the destination's own, for fills), a consumer's group, a need, and the
+    tokens that their entries stand for, since a flow is cut into tiles down to one entry."""
 
     source: int
     src_group: int
     dst_group: int
     need: NeedKey | None
+    per_entry: int
 
 
 Leveled = tuple[tuple[int, tuple[_Piece, ...]], ...]
@@ -85,31 +101,39 @@ _DESTINATION = -1
 
 
 def make_plan(
-    consumer: Manifest, producers: Sequence[Manifest] | Fleet, consumers: Sequence[Manifest] = (), *, proof: bool = True
+    consumer: Manifest,
+    producers: Sequence[Manifest] | Fleet,
+    consumers: Sequence[Manifest] = (),
+    *,
+    proof: bool = True,
+    reader: str = "",
 ) -> Plan:
     """The proved plan of one consumer rank over all ranks of a producer.
 
     `consumers` are all ranks of the consumer's engine. Unless they are all given, nobody can say which producer ranks are
-    read by none of them, and `tells` stays empty.
+    read by none of them, and `tells` stays empty. `reader` names the consumer among those that read the same producer, so
+    that they do not all begin with the same of several replicas; it is the name of the consumer's engine unless given, and
+    the same for all its ranks.
     Raises MismatchError with every mismatch, ManifestError for a manifest that contradicts itself, ProofError.
     """
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
     check_manifest(consumer)
-    plan = _plan(consumer, fleet, proof)
+    plan = _plan(consumer, fleet, proof, reader)
     mine = consumer.identity.rank
     everyone = {c.identity.rank for c in consumers} | {mine}
     if len(everyone) < mine.tp_size * mine.pp_size:
         return plan
-    return replace(plan, tells=tuple(r.producer for r in routes(fleet, consumers or (consumer,)) if r.teller == mine))
+    found = routes(fleet, consumers or (consumer,), reader)
+    return replace(plan, tells=tuple(r.producer for r in found if r.teller == mine))
 
 
 def make_plans(
-    consumers: Sequence[Manifest] | Fleet, producers: Sequence[Manifest] | Fleet, *, proof: bool = True
+    consumers: Sequence[Manifest] | Fleet, producers: Sequence[Manifest] | Fleet, *, proof: bool = True, reader: str = ""
 ) -> tuple[Plan, ...]:
     """The plans of all ranks of a consumer, in the order of their ordinals, as `make_plan` gives them one by one."""
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
     readers = consumers if isinstance(consumers, Fleet) else Fleet(consumers)
-    plans = [_plan(c, fleet, proof) for c in readers.manifests]
+    plans = [_plan(c, fleet, proof, reader) for c in readers.manifests]
     index = {m.identity: i for i, m in enumerate(fleet.manifests)}
     read = {p.consumer.identity.rank: {index[s.identity] for s in p.sources} for p in plans}
     told = {r.producer: r.teller for r in dealt(fleet, read)}
@@ -118,21 +142,22 @@ def make_plans(
     )
 
 
-def _plan(consumer: Manifest, fleet: Fleet, proof: bool) -> Plan:
+def _plan(consumer: Manifest, fleet: Fleet, proof: bool, reader: str) -> Plan:
     refuse_mismatches(consumer, fleet)
-    plan = _assemble(consumer, fleet, _classify(consumer, fleet))
+    plan = _assemble(consumer, fleet, _classify(consumer, fleet, Deal(consumer, fleet, reader)))
     if proof:
         prove(plan, consumer, fleet.manifests)
     return plan
 
 
-def _classify(consumer: Manifest, fleet: Fleet) -> list[_Class]:
+def _classify(consumer: Manifest, fleet: Fleet, deal: Deal) -> list[_Class]:
     classes: dict[tuple[object, ...], _Class] = {}
     for layer in consumer.layers:
-        key = (signature(layer), fleet.alike.get(layer.name, -1))
+        boxes = tuple(deal.boxes(layer, i) for i in range(len(layer.parts)))
+        key = (signature(layer), fleet.alike.get(layer.name, -1), boxes)
         found = classes.get(key)
         if found is None:
-            found = classes[key] = _Class(_pieces(consumer, layer, fleet))
+            found = classes[key] = _Class(_pieces(consumer, layer, fleet, boxes))
         found.names.append(layer.name)
         held = fleet.holders.get(layer.name, [])
         found.bases.append({_DESTINATION: base(layer), **{index: base(other) for index, other in held}})
@@ -142,29 +167,34 @@ def _classify(consumer: Manifest, fleet: Fleet) -> list[_Class]:
 def _need(layer: Layer, shape: Shape, src_group: int) -> NeedKey:
     if shape.token is None:
         return (layer.reach, 0, False, src_group)
-    return (layer.reach, shape.token.per_entry, bool(shape.element.opaque), src_group)
+    return (layer.reach, shape.token.per_entry, shape.token.moves_partial, src_group)
 
 
-def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet) -> dict[_Flow, Leveled]:
-    """All flows of one layer, each as (grain, merged pieces), coarsest first."""
+def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet, boxes: Sequence[Boxes]) -> dict[_Flow, Leveled]:
+    """All flows of one layer, given its parts' boxes and their sources, each as (grain, merged pieces), coarsest first."""
     flows: dict[_Flow, list[_Member]] = defaultdict(list)
     holders = dict(fleet.holders.get(layer.name, []))
-    for i, part in enumerate(layer.parts):
+    for part, dealt_boxes in zip(layer.parts, boxes, strict=True):
         shape = consumer.shapes[part.shape]
-        for source, box in fleet.part_boxes(consumer, layer, i):
+        for source, box in dealt_boxes:
             other = holders[source]
             need = _need(layer, shape, other.group)
             twin = next(p for p in other.parts if p.name == part.name)
             twin_shape = fleet.manifests[source].shapes[twin.shape]
-            flows[_Flow(source, other.group, layer.group, need)].append(_Member(other, twin, twin_shape, part, shape, box))
-        live, always = live_box(shape), _Flow(_DESTINATION, layer.group, layer.group, None)
+            flows[_Flow(source, other.group, layer.group, need, need[1])].append(
+                _Member(other, twin, twin_shape, part, shape, box)
+            )
+        per_entry = shape.token.per_entry if shape.token else 0
+        live, always = live_box(shape), _Flow(_DESTINATION, layer.group, layer.group, None, per_entry)
         flows[always] += [_Member(layer, part, shape, part, shape, box) for box in scratch_boxes(shape)]
         here = _Member(layer, part, shape, part, shape, live)
+        if not volume(live):
+            continue
         if not holders:
             flows[always].append(here)
         elif shape.token is not None:
             need = _need(layer, shape, next(iter(holders.values())).group)
-            flows[_Flow(_DESTINATION, layer.group, layer.group, need)].append(here)
+            flows[_Flow(_DESTINATION, layer.group, layer.group, need, per_entry)].append(here)
     return {
         flow: tuple(
             (tokens, _merge(p for member in members for p in _box_pieces(layer, member, tokens)))

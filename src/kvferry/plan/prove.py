@@ -97,6 +97,8 @@ class _Prover:
         """Every need is that of the layers it names, of all of them, and no other need is the same."""
         layers: dict[NeedKey, dict[str, None]] = defaultdict(dict)
         for _, layer, part, other, _ in self._twins:
+            if not _holds_state(self.consumer.shapes[part.shape]):
+                continue
             layers[_need_of(layer, self.consumer.shapes[part.shape], other.group)][layer.name] = None
         claimed = [self._need(i) for i in range(len(self.plan.needs))]
         if len(set(claimed)) < len(claimed):
@@ -426,7 +428,17 @@ def _grains_fit(tokens: Sequence[int], blocks: Sequence[int]) -> bool:
 def _need_of(layer: Layer, shape: Shape, src_group: int) -> NeedKey:
     if shape.token is None:
         return layer.reach, 0, False, src_group
-    return layer.reach, shape.token.per_entry, shape.element.opaque != "", src_group
+    return layer.reach, shape.token.per_entry, _partial(shape), src_group
+
+
+def _holds_state(shape: Shape) -> bool:
+    """Whether any index that a rank owns is ever written by prefill; the others are scratch."""
+    return all(axis.start < (axis.size if axis.live is None else axis.live) for axis in shape.axes)
+
+
+def _partial(shape: Shape) -> bool:
+    """Whether there can be entries that are incomplete and hold something."""
+    return shape.token is not None and shape.token.per_entry != 1 and shape.token.partial is True
 
 
 def _lane_of(part: Part, shape: Shape) -> LaneKey:

@@ -51,7 +51,7 @@ Grains = Annotated[tuple[Grain, ...], Meta(min_length=1, max_length=64)]
 
 class Need(Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that need the same tokens of the same source group: their reach, the tokens an entry stands for (0: a
-    state), and whether an entry that is not complete is moved too (an opaque cell) or not (a compressed entry)."""
+    state), and whether an entry that is not complete is moved too (a cell, a block's scale) or not (a compressed entry)."""
 
     reach: Reach
     per_entry: Index

@@ -260,7 +260,7 @@ def _opaque(layer: Any, spec: Any, tensor: Tensor, heads: Extent, ratio: int, wo
     size = tensor.shape[2] * tensor.shape[3] * tensor.element_size()
     element = Element("opaque", size, scales, opaque=f"{tag}/{tokens}")
     block_stride = _block_stride(tensor, ratio)
-    token = TokenAxis(((ratio, block_stride // ratio),), per_entry=tokens)
+    token = TokenAxis(((ratio, block_stride // ratio),), per_entry=tokens, partial=True)
     return _Placed("bytes", Shape(element, (_head_axis(tensor, heads),), token), tensor, _offset(tensor), block_stride)
 
 
