@@ -28,8 +28,9 @@ from kvferry.transport import ucx
 from kvferry.transport.addresses import Placed, place
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry
 from kvferry.transport.metadata import Metadata, StorageEntry, decode_metadata, encode_metadata, this_host
+from kvferry.transport.order import ascending
 from kvferry.transport.peers import Flight, Lists, NixlPrepared, NixlRead, Peer, Peers
-from kvferry.transport.windows import Merging, Window
+from kvferry.transport.windows import Merging, small
 
 logger = logging.getLogger("kvferry.transport")
 
@@ -39,6 +40,13 @@ MAX_ELEMENTS: Final = (1 << 31) - 1
 _MODULES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 _MEMORY: Final = {"dram": "DRAM", "vram": "VRAM"}
 _LOCAL: Final = "NIXL_INIT_AGENT"
+_POSTING_S: Final = 0.002
+"""How long a round goes on posting. Over CUDA IPC a window takes some ten milliseconds to post; meanwhile nobody looks at
+what has landed."""
+_PASSED_OVER: Final = 64
+"""For so many rounds at most are smaller reads preferred to one that waits."""
+_TELLING: Final = 4096
+"""More bytes than this say how a peer is read: UCX takes other ways for a few of them, and for host memory."""
 
 
 @dataclass(frozen=True)
@@ -206,42 +214,75 @@ class NixlTransport:
         peer = self._peers.connected(prepared.peer)
         if prepared not in peer.prepared:
             raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
-        src, dst = prepared.indices.indices(tiles)
+        src, dst = prepared.indices.indices(ascending(tiles))
         waiting = deque(prepared.merging.windows(src, dst, self.options.window)) if len(src) else deque()
-        read = NixlRead(prepared, notification, waiting, len(waiting), self._clock())
+        left = sum(window.descriptors for window in waiting)
+        is_small = left <= small(self.options.window)
+        read = NixlRead(prepared, notification, waiting, len(waiting), left, is_small, self._clock(), peer.round)
         peer.reads[read] = None
-        self._advance(peer, read)
+        if read.small:
+            while read.waiting:
+                self._post(peer, read)
+        else:
+            peer.queue[read] = None
+            self._dispatch(peer)
+        self._settle(peer, read, read.moved_at)
         return read
 
     def poll(self, read: Read) -> State:
+        """Whoever is asked after a second time begins a round: all flights of the peer are looked at once, for all reads."""
         mine = _own(read)
         if mine.state is State.RUNNING:
             peer = self._peers.connected(mine.peer)
-            if not mine.flying:
-                for other in peer.reads:
-                    self._land(peer, other)
-            self._advance(peer, mine)
+            if mine.looked_at_in == peer.round:
+                self._sweep(peer)
+            mine.looked_at_in = peer.round
         return mine.state
 
-    def _advance(self, peer: Peer, read: NixlRead) -> None:
-        """Take in what landed, post what there is room for, and see whether the read is over."""
-        self._land(peer, read)
-        while read.state is State.RUNNING and read.waiting and self._room(peer, read.waiting[0]):
-            self._post(peer, read, read.waiting.popleft())
+    def _sweep(self, peer: Peer) -> None:
+        """A round: take in what landed, post what there is room for, and see which reads are over."""
+        peer.round += 1
+        for read in tuple(peer.reads):
+            self._land(peer, read)
+        self._dispatch(peer)
+        now = self._clock()
+        for read in tuple(peer.reads):
+            self._settle(peer, read, now)
+
+    def _dispatch(self, peer: Peer) -> None:
+        """Post windows while there is room, not so long that whoever waits for a round would notice."""
+        began = self._clock()
+        while (read := self._next(peer)) is not None:
+            self._post(peer, read)
+            if self._clock() - began > _POSTING_S:
+                return
+
+    def _next(self, peer: Peer) -> NixlRead | None:
+        """Whose window is posted next: the read's that has the least to post, unless another was passed over for long."""
+        for read in tuple(peer.queue):
+            if not read.waiting:
+                del peer.queue[read]
+        if not peer.queue:
+            return None
+        first = min(peer.queue, key=lambda read: (peer.round - read.posted_in < _PASSED_OVER, read.left))
+        fits = not peer.descriptors or peer.descriptors + first.waiting[0].descriptors <= self.options.window
+        return first if fits else None
+
+    def _settle(self, peer: Peer, read: NixlRead, now: float) -> None:
         if read.state is not State.RUNNING:
             return
         if not read.waiting and not read.flying:
             self._finish(peer, read)
             return
         since = read.moved_at if read.flying else max(read.moved_at, peer.moved_at)
-        if self._clock() - since > self.options.timeout_s:
+        if now - since > self.options.timeout_s:
             self._fail(read, f"nothing arrived for {self.options.timeout_s:g} s: it is stopped, overloaded or unreachable")
 
-    def _room(self, peer: Peer, window: Window) -> bool:
-        return not peer.descriptors or peer.descriptors + window.descriptors <= self.options.window
-
-    def _post(self, peer: Peer, read: NixlRead, window: Window) -> None:
-        lists = read.prepared.lists
+    def _post(self, peer: Peer, read: NixlRead) -> None:
+        """Post the next window of a read; the only calls that a window costs before it lands are these two."""
+        lists, window = read.prepared.lists, read.waiting.popleft()
+        read.left -= window.descriptors
+        read.posted_in = peer.round
         try:
             handle = self._agent.make_prepped_xfer("READ", lists.dst, window.dst, lists.src, window.src)
         except self._library.errors as error:
@@ -249,7 +290,7 @@ class NixlTransport:
             return
         flight = Flight(handle, window.descriptors)
         read.flying.append(flight)
-        peer.descriptors += window.descriptors
+        peer.descriptors += 0 if read.small else window.descriptors
         read.moved_at = self._clock()
         try:
             status = self._agent.transfer(handle)
@@ -292,7 +333,7 @@ class NixlTransport:
             logger.debug("peer %s: NIXL keeps a handle for now: %s", read.peer, error)
             return
         read.flying.remove(flight)
-        peer.descriptors -= flight.descriptors
+        peer.descriptors -= 0 if read.small else flight.descriptors
 
     def _finish(self, peer: Peer, read: NixlRead) -> None:
         if read.notification:
@@ -302,7 +343,7 @@ class NixlTransport:
                 self._fail(read, f"all bytes arrived, but NIXL cannot notify it: {error}")
                 return
         read.state = State.DONE
-        if read.total and not peer.warned:
+        if not peer.warned and sum(t.totalBytes for t in read.landed) > _TELLING:
             peer.warned = True
             path = self.path(read.peer)
             if path.slow:
@@ -346,6 +387,7 @@ class NixlTransport:
         if mine.flying:
             return False
         del peer.reads[mine]
+        peer.queue.pop(mine, None)
         self._drop_when_idle(peer)
         return True
 
