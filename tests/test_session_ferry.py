@@ -581,8 +581,6 @@ class Ticks:
 
     def set(self) -> None: ...
 
-    def clear(self) -> None: ...
-
     def wait(self, seconds: float) -> None:
         self.pauses.append(seconds)
         self._made.clock.now += seconds
@@ -656,13 +654,13 @@ def test_loads_are_looked_at_often_at_first_and_then_less(monkeypatch):
 def test_what_is_handed_in_wakes_the_ferry_and_so_does_a_first_lease():
     made = dock(case(False, 1, 1))
     ferry, words = made.ferries[0], made.landings[0]
+    assert ferry._wake.wait(0)
     for act in (lambda: ferry.load(made.load(made.lease())), lambda: ferry.meet(made.meeting), lambda: words.live(Lease(2, 9))):
-        ferry._wake.clear()
+        assert not ferry._wake.wait(0)
         act()
-        assert ferry._wake.is_set()
-    ferry._wake.clear()
+        assert ferry._wake.wait(0)
     words.live(Lease(3, 10))
-    assert not ferry._wake.is_set()
+    assert not ferry._wake.wait(0)
     assert words.alive == 2
     words.live(Lease(3, 11))
     words.kill(Lease(3, 10))

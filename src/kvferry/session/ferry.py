@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -133,6 +134,22 @@ class _Crossing:
     error: str = ""
 
 
+class _Bell:
+    """Wakes the one who waits for it; `threading.Event` does too, by ten calls in Python where this takes one."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Lock()
+        self._rung.acquire()
+
+    def set(self) -> None:
+        with suppress(RuntimeError):
+            self._rung.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it was rung since it was last waited for, or is within so many seconds."""
+        return self._rung.acquire(timeout=seconds)
+
+
 class Ferry:
     """`rank` is this rank's ordinal. `fill` begins to zero destination runs of this rank's regions, and returns what says
     whether that is done, or None if it is already; it is only called where there is something to fill.
@@ -162,7 +179,7 @@ class Ferry:
         self._moved_at = self._heard_at = -math.inf
         self._landings = deque(range(words.slots))
         self._stumbled = ""
-        self._wake = threading.Event()
+        self._wake = _Bell()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-ferry", daemon=True)
         words.watch(self._wake.set)
@@ -207,7 +224,6 @@ class Ferry:
                     logger.exception("the ferry stumbled; it goes on")
                 self._stumbled = str(error)
             self._wake.wait(self._pause())
-            self._wake.clear()
 
     def _pause(self) -> float:
         """How long nothing needs to be done, unless something is handed in."""
@@ -235,8 +251,10 @@ class Ferry:
                 self._forget(command)
         for crossing in tuple(self._crossings):
             self._attempt(crossing, self._advance)
-        self._warming = [warming for warming in self._warming if not self._warmed(warming)]
-        self._sweep()
+        if self._warming:
+            self._warming = [warming for warming in self._warming if not self._warmed(warming)]
+        if self._spent:
+            self._sweep()
         now = self._clock()
         if now - self._heard_at >= self._listening / 2:
             self._heard_at = now
