@@ -174,8 +174,10 @@ def dock(
     faults: Mapping[int, Sequence[Fault]] | None = None,
     slots: int = 8,
     landings: int = 8,
+    warm: bool = True,
 ) -> Dock:
-    """`faults` are those of every consumer rank's first, second, ... read."""
+    """`faults` are those of every consumer rank's first, second, ... read, but for those that warm its connections up where
+    that has happened already."""
     world, harbour, clock = oracle.build_world(of), Harbour(), Clock()
     producers, consumers = manifests_of(of)
     there = berths(world, producers, harbour, slots)
@@ -189,7 +191,7 @@ def dock(
     for ordinal, manifest in enumerate(placed):
         memory = world.consumers[place(manifest.identity.rank)]
         words = Words(landings, manifest.identity)
-        end = InProcessTransport(f"d{ordinal}", harbour, faults, timeout_s=TIMEOUT_S, clock=clock)
+        end = InProcessTransport(f"d{ordinal}", harbour, timeout_s=TIMEOUT_S, clock=clock)
         end.register([*(Storage(b.ctypes.data, b.nbytes) for b in memory.buffers if b.nbytes), words.storage])
 
         def fill(fills: Fills, buffers: list[oracle.Bytes] = memory.buffers) -> None:
@@ -200,6 +202,9 @@ def dock(
 
         ferry = Ferry(end, words, ordinal, fill, PATIENCE_S, clock)
         ferry.meet(meeting)
+        if warm:
+            ferry.step()
+        end.script(faults or {})
         out.ferries.append(ferry)
         out.ends.append(end)
         out.landings.append(words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_every_byte_arrives_and_as_many_as_were_predicted(hybrid, tp_p, tp_d, to
 
 
 def test_nothing_is_said_before_the_words_were_read():
-    made = dock(case(True, 2, 1))
+    made = dock(case(True, 2, 1), {2: [Delay(polls=2)]})
     made.hand_in(made.load(made.lease()))
     assert made.step() == []
     assert made.step() == []
@@ -69,10 +70,18 @@ def test_nothing_is_said_before_the_words_were_read():
     assert errors(made.step()) == [""]
 
 
-@pytest.mark.parametrize("steps", range(3))
+def test_what_arrives_while_it_is_posted_is_said_in_the_same_step():
+    """Data, and then the words: neither costs a pause of the thread's."""
+    made = dock(case(True, 2, 1))
+    made.hand_in(made.load(made.lease()))
+    assert errors(made.step()) == [""]
+    assert made.differing() == []
+
+
+@pytest.mark.parametrize("steps", range(5))
 @pytest.mark.parametrize("ending", ["released", "expired"])
 def test_a_lease_that_ends_before_its_words_are_read_fails_the_load(steps, ending):
-    made = dock(case(False, 1, 1))
+    made = dock(case(False, 1, 1), {0: [Delay(polls=2)], 1: [Delay(polls=2)]})
     lease = made.lease()
     made.hand_in(made.load(lease))
     assert made.step(steps) == []
@@ -235,7 +244,7 @@ def test_a_stopped_producer_keeps_its_loads_and_later_ones_are_told_after_a_whil
 
 
 def test_loads_that_share_a_connection_that_breaks_are_each_reported_once_with_the_reason():
-    made = dock(case(True, 2, 1), {0: [LateLanding(releases=2)], 2: [Delay(polls=50)], 4: [Delay(polls=50)]})
+    made = dock(case(True, 2, 1), {0: [Delay(polls=50)], 2: [Delay(polls=50)], 4: [LateLanding(releases=2)]})
     lease = made.lease()
     for name in ("a", "b", "c"):
         made.hand_in(made.load(lease, name))
@@ -250,12 +259,13 @@ def test_loads_that_share_a_connection_that_breaks_are_each_reported_once_with_t
     nothing_left(made)
 
 
-def failing(method: Callable[..., Any], number: int, error: Exception) -> Callable[..., Any]:
-    """`method`, but for its call `number`."""
+def failing(method: Callable[..., Any], number: int | set[int], error: Exception) -> Callable[..., Any]:
+    """`method`, but for its call `number`, or for several."""
     calls = iter(range(1000))
+    bad = number if isinstance(number, set) else {number}
 
     def called(*arguments: Any) -> Any:
-        if next(calls) == number:
+        if next(calls) in bad:
             raise error
         return method(*arguments)
 
@@ -265,8 +275,7 @@ def failing(method: Callable[..., Any], number: int, error: Exception) -> Callab
 @pytest.mark.parametrize("error", [TransportError("refused"), RuntimeError("unheard of")])
 @pytest.mark.parametrize(
     ("method", "number"),
-    [("connect", 0), ("connect", 1), *(("prepare", i) for i in range(4)), *(("read", i) for i in range(4))]
-    + [(method, i) for method in ("poll", "telemetry") for i in range(2)],
+    [("read", i) for i in range(4)] + [(method, i) for method in ("poll", "telemetry") for i in range(2)],
 )
 def test_a_call_that_raises_half_way_fails_that_load_and_leaves_nothing_behind(monkeypatch, method, number, error):
     made = dock(case(True, 2, 1))
@@ -280,8 +289,74 @@ def test_a_call_that_raises_half_way_fails_that_load_and_leaves_nothing_behind(m
     loaded(made)
 
 
+MEETING = [("connect", 0), ("connect", 1), *(("prepare", i) for i in range(4)), ("read", 0), ("read", 1)]
+
+
+@pytest.mark.parametrize("error", [TransportError("refused"), RuntimeError("unheard of")])
+@pytest.mark.parametrize(("method", "number"), MEETING)
+def test_a_producer_that_cannot_be_read_from_when_it_is_met_is_tried_again_at_the_first_load(
+    monkeypatch, method, number, error
+):
+    made = dock(case(True, 2, 1), warm=False)
+    end = made.ends[0]
+    monkeypatch.setattr(end, method, failing(getattr(end, method), number, error))
+    assert made.step(3) == []
+    assert not end._peers
+    loaded(made)
+    nothing_left(made)
+
+
+@pytest.mark.parametrize("error", [TransportError("refused"), RuntimeError("unheard of")])
+@pytest.mark.parametrize(("method", "number"), MEETING[:-2])
+def test_a_producer_that_cannot_be_connected_to_by_a_load_either_fails_that_load(monkeypatch, method, number, error):
+    made = dock(case(True, 2, 1), warm=False)
+    end = made.ends[0]
+    monkeypatch.setattr(end, method, failing(getattr(end, method), {number, 2 * number + 1}, error))
+    made.step()
+    made.hand_in(made.load(made.lease()))
+    (outcome,) = made.step(20)
+    assert str(error) in outcome.error
+    nothing_left(made)
+    loaded(made)
+
+
+def test_a_producer_is_connected_to_and_read_from_when_it_is_met(monkeypatch):
+    """So that a first load makes no call that a second does not make."""
+    made = dock(case(True, 2, 1))
+    end = made.ends[0]
+    nothing_left(made)
+    assert len(end._prepared) == 4
+    assert end._started == 2
+    assert all(made.landings[0].landed(place) == 0 for place in range(8))
+
+    def again(*arguments: Any) -> Any:
+        raise AssertionError("this was done at the meeting")
+
+    monkeypatch.setattr(end, "connect", again)
+    monkeypatch.setattr(end, "prepare", again)
+    loaded(made)
+
+
+@pytest.mark.parametrize("fault", [LateLanding(releases=3), Drop()])
+def test_a_connection_that_does_not_come_about_is_made_anew_by_the_first_load(fault):
+    made = dock(case(False, 2, 1), {1: [fault]}, warm=False)
+    made.step(2)
+    made.clock.now = TIMEOUT_S + 1
+    made.step(ENOUGH)
+    assert not made.ends[0]._peers
+    nothing_left(made)
+    loaded(made)
+
+
+def test_a_load_from_a_producer_that_was_just_met_does_not_wait_for_the_connection_to_be_warm():
+    made = dock(case(False, 2, 1), {0: [Delay(polls=100)]}, warm=False)
+    loaded(made)
+    made.step(100)
+    nothing_left(made)
+
+
 def test_a_producer_of_which_one_rank_cannot_be_reached_is_never_taken_for_connected():
-    made = dock(case(False, 2, 1))
+    made = dock(case(False, 2, 1), warm=False)
     made.harbour.kill(made.berths[1].transport.name)
     for name in ("a", "b", "c"):
         made.hand_in(made.load(made.lease(name), name))
@@ -373,7 +448,7 @@ def test_a_load_that_makes_no_sense_is_an_error_and_nothing_else(changed):
 
 
 def test_a_load_that_finds_no_landing_place_is_an_error_and_gives_back_those_it_had():
-    made = dock(case(False, 2, 1), landings=3)
+    made = dock(case(False, 2, 1), {2: [Delay(polls=3)]}, landings=3)
     lease = made.lease()
     for name in ("a", "b"):
         made.hand_in(made.load(lease, name))
@@ -418,13 +493,13 @@ def test_a_forgotten_producer_leaves_nothing_and_can_be_met_again():
 
 
 def test_one_producer_by_two_addresses_is_read_by_either_when_the_other_broke():
-    made = dock(case(False, 2, 1), {4: [LateLanding(releases=3)]})
+    made = dock(case(False, 2, 1), {4: [Delay(polls=50)], 6: [LateLanding(releases=3)]})
     twin = PeerKey("localhost:7000", "P", "1")
     made.ferries[0].meet(Meeting(twin, made.meeting.cards, made.meeting.plans))
     made.hand_in(made.load(made.lease("a"), "a", peer=twin))
     assert errors(made.step(ENOUGH)) == [""]
-    made.hand_in(made.load(made.lease("b"), "b"))
     made.hand_in(made.load(made.lease("c"), "c", peer=twin))
+    made.hand_in(made.load(made.lease("b"), "b"))
     assert [bool(error) for error in errors(made.step(20))] == [True, True]
     made.hand_in(made.load(made.lease("d"), "d", peer=twin))
     assert errors(made.step(ENOUGH)) == [""]
@@ -437,6 +512,163 @@ def test_a_producer_whose_words_cannot_be_read_is_refused_when_it_is_met():
     welcome = Welcome("P", "1", 60.0, (replace(card, words=card.caches),))
     with pytest.raises(MismatchError):
         meet(made.peer, welcome, made.consumers)
+
+
+def test_a_load_is_said_to_be_over_only_when_its_fills_are_done():
+    made = dock(case(True, 1, 1))
+    fills = Fills(made, 3)
+    made.hand_in(made.load(made.lease()))
+    assert made.step(3) == []
+    assert fills.asked == 3
+    assert errors(made.step()) == [""]
+    assert made.differing() == []
+    nothing_left(made)
+
+
+@pytest.mark.parametrize("read", [0, 1], ids=["data", "word"])
+def test_a_load_that_failed_is_let_go_only_when_its_fills_are_done(read):
+    made = dock(case(True, 1, 1), {read: [LateLanding(releases=1)]})
+    fills = Fills(made, 4)
+    made.hand_in(made.load(made.lease()))
+    assert made.step(6) == []
+    assert fills.asked == 4
+    assert ["may still land" in error for error in errors(made.step())] == [True]
+    nothing_left(made)
+    fills.left = 0
+    loaded(made)
+
+
+def test_nothing_is_filled_where_there_is_nothing_to_fill():
+    made = dock(case(False, 1, 1, tokens=24))
+    fills = Fills(made, 0)
+    loaded(made)
+    assert fills.begun == 0
+
+
+def test_a_fill_that_raises_fails_the_load(monkeypatch):
+    made = dock(case(True, 1, 1))
+    monkeypatch.setattr(made.ferries[0], "_fill", failing(made.ferries[0]._fill, 0, RuntimeError("no memory")))
+    made.hand_in(made.load(made.lease()))
+    assert errors(made.step(ENOUGH)) == ["RuntimeError: no memory"]
+    nothing_left(made)
+    loaded(made)
+
+
+class Fills:
+    """Fills at once, and says so after having been asked `left` times."""
+
+    def __init__(self, made: Dock, left: int) -> None:
+        self._fill, self.left, self.asked, self.begun = made.ferries[0]._fill, left, 0, 0
+        made.ferries[0]._fill = self
+
+    def __call__(self, fills: Any) -> Callable[[], bool]:
+        self.begun += 1
+        self._fill(fills)
+        return self._done
+
+    def _done(self) -> bool:
+        self.asked += 1
+        return self.asked > self.left
+
+
+class Ticks:
+    """Stands for the event that the thread waits on: time passes while it waits, and it ends after some of it."""
+
+    def __init__(self, made: Dock, seconds: float) -> None:
+        self._made, self._until, self.pauses = made, made.clock.now + seconds, []
+        self._ferry = made.ferries[0]
+        self._ferry._wake = self  # type: ignore[assignment]
+
+    def set(self) -> None: ...
+
+    def wait(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self._made.clock.now += seconds
+        if self._made.clock.now >= self._until:
+            self._ferry._stop.set()
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, made: Dock) -> Counter[str]:
+    """Every call that the ferry makes of its transport from now on."""
+    end, calls = made.ends[0], Counter[str]()
+
+    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            calls[name] += 1
+            return method(*arguments)
+
+        return called
+
+    for name in ("connect", "prepare", "read", "poll", "telemetry", "release", "notifications", "path", "forget"):
+        monkeypatch.setattr(end, name, counted(name, getattr(end, name)))
+    return calls
+
+
+def test_an_idle_ferry_looks_at_nothing_but_for_connections_twenty_times_a_second(monkeypatch):
+    made = dock(case(True, 2, 1))
+    calls, ticks = calls_of(monkeypatch, made), Ticks(made, 10.0)
+    made.ferries[0]._run()
+    assert len(ticks.pauses) <= 201
+    assert set(calls) == {"notifications"}
+    assert calls["notifications"] <= 201
+
+
+def test_a_producer_lets_itself_be_read_while_a_lease_stands(monkeypatch):
+    made = dock(case(True, 1, 1))
+    lease = Lease(3, 7)
+    made.landings[0].live(lease)
+    calls, _ = calls_of(monkeypatch, made), Ticks(made, 1.0)
+    made.ferries[0]._run()
+    assert 500 <= calls["notifications"] <= 1000
+    made.landings[0].kill(lease)
+    calls.clear()
+    made.ferries[0]._stop.clear()
+    Ticks(made, 1.0)
+    made.ferries[0]._run()
+    assert calls["notifications"] <= 21
+
+
+def test_a_transport_that_needs_no_calls_gets_none_for_a_lease(monkeypatch):
+    made = dock(case(True, 1, 1))
+    made.ferries[0]._tended = False
+    made.landings[0].live(Lease(3, 7))
+    calls, _ = calls_of(monkeypatch, made), Ticks(made, 1.0)
+    made.ferries[0]._run()
+    assert calls["notifications"] <= 21
+
+
+def test_loads_are_looked_at_often_at_first_and_then_less(monkeypatch):
+    """One that takes 100 ms, and one handed in beside it that takes none."""
+    made = dock(case(False, 1, 1), {0: [Delay(seconds=0.1)]})
+    made.hand_in(made.load(made.lease()))
+    calls, ticks = calls_of(monkeypatch, made), Ticks(made, 0.2)
+    made.ferries[0]._run()
+    assert errors(made.ferries[0].outcomes()) == [""]
+    assert ticks.pauses[0] == 0.0005
+    assert sorted(ticks.pauses[:20]) == ticks.pauses[:20]
+    assert max(pause for pause in ticks.pauses if pause < 0.05) == 0.002
+    assert calls["poll"] <= 70
+    assert calls["telemetry"] == 1
+
+
+def test_what_is_handed_in_wakes_the_ferry_and_so_does_a_first_lease():
+    made = dock(case(False, 1, 1))
+    ferry, words = made.ferries[0], made.landings[0]
+    assert ferry._wake.wait(0)
+    for act in (lambda: ferry.load(made.load(made.lease())), lambda: ferry.meet(made.meeting), lambda: words.live(Lease(2, 9))):
+        assert not ferry._wake.wait(0)
+        act()
+        assert ferry._wake.wait(0)
+    words.live(Lease(3, 10))
+    assert not ferry._wake.wait(0)
+    assert words.alive == 2
+    words.live(Lease(3, 11))
+    words.kill(Lease(3, 10))
+    assert words.alive == 2
+    words.kill(Lease(3, 11))
+    words.kill(Lease(3, 11))
+    words.kill(Lease(2, 9))
+    assert words.alive == 0
 
 
 faults = st.one_of(

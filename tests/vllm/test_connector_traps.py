@@ -461,12 +461,12 @@ class TestWaysOut:
             read = transport.read
 
             def broken(*args: Any, **kwargs: Any) -> Any:
-                transport.read = read
                 raise TransportError("the wire is cut")
 
             transport.read = broken
             here.scheduler.add_request(here.request("r", PROMPT, prefilled(there)))
             assert ended(here) is FinishReason.ERROR
+            transport.read = read
             assert here.failed == {(1, "r")}
             arrival = load(there, here, "next", PROMPT, prefilled(there, "next"))
             assert arrival.differences() == []

@@ -3,22 +3,29 @@
     waiting ──> fetching ──> checking ──> loaded
        └────────────┴────────────┴──> letting go ──> failed
 
-Nothing is said of a load before its destination is safe: a read that failed may still land. The engine's thread hands in
-meetings and loads and takes outcomes; only the ferry's thread touches the transport.
+Nothing is said of a load before its destination is safe: a read that failed may still land, and a fill that was begun may not
+have ended. The engine's thread hands in meetings and loads and takes outcomes; only the ferry's thread touches the transport.
+
+A producer is connected to, and one of its words read, when it is met: the first load then finds what later ones find. The
+thread sleeps as long as it can: it shares an interpreter with the engine.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError
-from kvferry.plan import Binder, Fills, Loading, Request
+from kvferry.plan import Binder, Fills, Loading, Request, Tiles
 from kvferry.session.consumer import PeerKey
 from kvferry.session.meeting import Meeting
 from kvferry.session.reference import Lease
@@ -27,10 +34,24 @@ from kvferry.transport import Prepared, Read, State, Telemetry, Transport
 
 logger = logging.getLogger("kvferry.session")
 
-_BUSY_S: Final = 0.0002
-_IDLE_S: Final = 0.002
+_BUSY_S: Final = 0.0005
+"""Between two looks at loads that have just moved on: a tenth of a decode step, and less than a short load takes."""
+_LONGEST_S: Final = 0.002
+"""Between two looks at loads that take long: a small part of what they take already."""
+_PATIENCE: Final = 4
+"""A load is looked at again after this part of the time in which nothing was seen of it."""
+_READ_S: Final = 0.0015
+"""Between two calls that let others read from this rank, where no thread of the transport's does that: emulated paths move
+some megabytes at each, and connections take some calls to come about."""
+_IDLE_S: Final = 0.05
+"""Between two looks at nothing: for consumers that connect before anything is prefilled for them, who can wait."""
+_WARMING: Final = 1024
+"""How often a word is read to warm a connection up: as often as it takes for a transport that posts from several threads, each
+with connections of its own, to use them all."""
 
 Tables = Mapping[int, list[int] | int]
+Filled = Callable[[], bool]
+"""Says whether what was to be filled has been, without waiting for it."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +107,25 @@ class _Peer:
 
 
 @dataclass(eq=False)
+class _Warming:
+    """A read whose only purpose is that those after it find the connection in use."""
+
+    peer: PeerKey
+    link: _Link
+    read: Read
+    landing: int
+
+
+@dataclass(eq=False)
 class _Crossing:
-    """A load under way; without a link until it may depart."""
+    """A load under way; without a link until it may depart, with a `filled` while something of it is being filled."""
 
     load: Load
     peer: _Peer
     loading: Loading
     started: float
     link: _Link | None = None
+    filled: Filled | None = None
     reads: list[Read] = field(default_factory=list)
     landings: list[int] = field(default_factory=list)
     seen: list[Telemetry] = field(default_factory=list)
@@ -102,10 +134,28 @@ class _Crossing:
     error: str = ""
 
 
+class _Bell:
+    """Wakes the one who waits for it; `threading.Event` does too, by ten calls in Python where this takes one."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Lock()
+        self._rung.acquire()
+
+    def set(self) -> None:
+        with suppress(RuntimeError):
+            self._rung.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it was rung since it was last waited for, or is within so many seconds."""
+        return self._rung.acquire(timeout=seconds)
+
+
 class Ferry:
-    """`rank` is this rank's ordinal; `fill` zeroes destination runs of this rank's regions before anybody may read them.
+    """`rank` is this rank's ordinal. `fill` begins to zero destination runs of this rank's regions, and returns what says
+    whether that is done, or None if it is already; it is only called where there is something to fill.
 
     A load from a producer whose connection broke waits until nothing of that connection is under way, `patience_s` at most.
+    `tended` is a transport that lets others read from this rank only while it is called.
     """
 
     def __init__(
@@ -113,22 +163,26 @@ class Ferry:
         transport: Transport,
         words: Words,
         rank: int,
-        fill: Callable[[Fills], None],
+        fill: Callable[[Fills], Filled | None],
         patience_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        tended: bool = True,
     ) -> None:
         self._transport, self._words, self._rank, self._fill = transport, words, rank, fill
-        self._patience_s, self._clock = patience_s, clock
+        self._patience_s, self._clock, self._tended = patience_s, clock, tended
         self._commands: deque[Meeting | Load | PeerKey] = deque()
         self._outcomes: deque[Outcome] = deque()
         self._peers: dict[PeerKey, _Peer] = {}
         self._crossings: list[_Crossing] = []
+        self._warming: list[_Warming] = []
         self._spent: list[Read] = []
+        self._moved_at = self._heard_at = -math.inf
         self._landings = deque(range(words.slots))
         self._stumbled = ""
-        self._wake = threading.Event()
+        self._wake = _Bell()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-ferry", daemon=True)
+        words.watch(self._wake.set)
 
     def start(self) -> None:
         self._thread.start()
@@ -169,15 +223,24 @@ class Ferry:
                 if str(error) != self._stumbled:
                     logger.exception("the ferry stumbled; it goes on")
                 self._stumbled = str(error)
-                time.sleep(_IDLE_S)
-            if self._crossings:
-                time.sleep(_BUSY_S)
-            else:
-                self._wake.wait(_IDLE_S)
-                self._wake.clear()
+            self._wake.wait(self._pause())
+
+    def _pause(self) -> float:
+        """How long nothing needs to be done, unless something is handed in."""
+        rest = self._listening
+        if self._crossings or self._warming or self._spent:
+            rest = min(rest, _LONGEST_S, max(_BUSY_S, (self._clock() - self._moved_at) / _PATIENCE))
+        return rest
+
+    @property
+    def _listening(self) -> float:
+        """How long others who read from this rank, or connect to it, may go without a call."""
+        return _READ_S if self._tended and self._words.alive else _IDLE_S
 
     def step(self) -> None:
         """Take in what was handed in, and move every load on; also what a producer needs to be read from."""
+        if self._commands:
+            self._moved_at = self._clock()
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Load):
@@ -188,17 +251,73 @@ class Ferry:
                 self._forget(command)
         for crossing in tuple(self._crossings):
             self._attempt(crossing, self._advance)
-        self._sweep()
-        self._transport.notifications()
+        if self._warming:
+            self._warming = [warming for warming in self._warming if not self._warmed(warming)]
+        if self._spent:
+            self._sweep()
+        now = self._clock()
+        if now - self._heard_at >= self._listening / 2:
+            self._heard_at = now
+            self._transport.notifications()
 
     def _know(self, meeting: Meeting) -> None:
         """Cards do not change while a producer runs, so that a second meeting says nothing new."""
         if meeting.peer in self._peers:
             return
         try:
-            self._peers[meeting.peer] = _Peer(meeting, Binder(meeting.plans[self._rank]))
+            peer = self._peers[meeting.peer] = _Peer(meeting, Binder(meeting.plans[self._rank]))
         except Exception:
             logger.exception("nothing can be read from %s by rank %d", meeting.peer, self._rank)
+            return
+        if self._lingers(meeting.peer):
+            return
+        try:
+            self._warm_up(peer)
+        except KVFerryError as error:
+            logger.info("%s cannot be read from yet; the first load tries again: %s", meeting.peer, error)
+        except Exception:
+            logger.exception("%s cannot be read from yet; the first load tries again", meeting.peer)
+        else:
+            return
+        if peer.link is not None:
+            self._lose(peer.link, f"{meeting.peer} could not be read from when it was met")
+
+    def _warm_up(self, peer: _Peer) -> None:
+        """Connect, and read words that are of no interest over connections that nobody has used."""
+        used = {name for other in self._peers.values() if other.link is not None for name in other.link.names}
+        link = peer.link = self._connect(peer)
+        for name, (binder, prepared) in zip(link.names, link.words, strict=True):
+            if name in used or not self._landings:
+                continue
+            landing = self._landings.popleft()
+            try:
+                asked = binder.tiles(Request(1, {0: 0}, {0: landing}))
+                often = {key: _repeated(tiles, _WARMING) for key, tiles in asked.items()}
+                self._warming.append(_Warming(peer.meeting.peer, link, self._transport.read(prepared, often), landing))
+            except Exception:
+                self._landings.append(landing)
+                raise
+
+    def _warmed(self, warming: _Warming) -> bool:
+        """Whether nothing is left of it. A connection that does not come about is given up, unless loads will find out."""
+        try:
+            if self._transport.poll(warming.read) is State.RUNNING:
+                return False
+            if warming.read.error and not any(crossing.link is warming.link for crossing in self._crossings):
+                self._lose(warming.link, warming.read.error)
+            if not self._transport.release(warming.read):
+                return False
+        except TransportError as error:
+            logger.debug("%s: a read that warmed its connection up is still held: %s", warming.peer, error)
+            return False
+        self._landings.append(warming.landing)
+        return True
+
+    def _lingers(self, key: PeerKey) -> bool:
+        """Whether something of a broken connection to the same start of a producer is still under way."""
+        broken = (c.load.peer for c in self._crossings if c.link is not None and c.link.lost and c.reads)
+        cold = (warming.peer for warming in self._warming if warming.link.lost)
+        return any(_one_start(peer, key) for peer in (*broken, *cold))
 
     def _forget(self, key: PeerKey) -> None:
         peer = self._peers.get(key)
@@ -244,42 +363,57 @@ class Ferry:
         if crossing.error:
             self._let_go(crossing)
             return
-        if crossing.link is None:
-            self._depart(crossing)
-            return
-        states = [self._transport.poll(read) for read in crossing.reads]
-        if State.FAILED in states:
-            self._break_off(crossing, crossing.reads[states.index(State.FAILED)].error)
-            return
-        if State.RUNNING in states:
+        link = crossing.link or self._depart(crossing)
+        if link is None or not self._arrived(crossing):
             return
         if not crossing.checking:
             crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
-        self._spent += crossing.reads
-        crossing.reads = []
-        self._sweep()
-        if not crossing.checking:
-            self._check(crossing, crossing.link)
-        else:
-            self._disembark(crossing, crossing.link)
+            self._spend(crossing)
+            self._check(crossing, link)
+            if not self._arrived(crossing):
+                return
+        self._spend(crossing)
+        if self._filled(crossing):
+            self._disembark(crossing, link)
 
-    def _depart(self, crossing: _Crossing) -> None:
+    def _arrived(self, crossing: _Crossing) -> bool:
+        """Whether all that is under way has arrived; it may have while it was posted."""
+        states = [self._transport.poll(read) for read in crossing.reads]
+        if State.FAILED in states:
+            self._break_off(crossing, crossing.reads[states.index(State.FAILED)].error)
+            return False
+        return State.RUNNING not in states
+
+    def _spend(self, crossing: _Crossing) -> None:
+        if crossing.reads:
+            self._moved_at = self._clock()
+            self._spent += crossing.reads
+            crossing.reads = []
+            self._sweep()
+
+    def _filled(self, crossing: _Crossing) -> bool:
+        if crossing.filled is not None and crossing.filled():
+            crossing.filled = None
+        return crossing.filled is None
+
+    def _depart(self, crossing: _Crossing) -> _Link | None:
         """Post the reads, over a new connection if need be, once no read of a broken one can still land."""
         peer, key = crossing.peer, crossing.load.peer
         if peer.link is None:
-            broken = (c for c in self._crossings if c.link is not None and c.link.lost)
-            if any(c.reads and _one_start(c.load.peer, key) for c in broken):
+            if self._lingers(key):
                 if self._clock() - crossing.started >= self._patience_s:
                     raise TransportError(
                         f"{key}: its connection broke, and reads over it have not ended in {self._patience_s:g} s; "
                         f"is it stopped or overloaded?"
                     )
-                return
+                return None
             peer.link = self._connect(peer)
         crossing.link = peer.link
-        self._fill(crossing.loading.fills)
+        if len(crossing.loading.fills):
+            crossing.filled = self._fill(crossing.loading.fills)
         for prepared in peer.link.data:
             crossing.reads.append(self._transport.read(prepared, crossing.loading.tiles))
+        return crossing.link
 
     def _connect(self, peer: _Peer) -> _Link:
         """To all ranks that are read, or to none."""
@@ -344,9 +478,9 @@ class Ferry:
 
     def _let_go(self, crossing: _Crossing) -> None:
         crossing.reads = [read for read in crossing.reads if not self._transport.release(read)]
-        if not crossing.reads:
+        if not crossing.reads and self._filled(crossing):
             self._end(crossing, Outcome(crossing.load.request, crossing.error, total_s=self._clock() - crossing.started))
-        elif not crossing.waits:
+        elif crossing.reads and not crossing.waits:
             crossing.waits = True
             waits = "it waits until nothing can land in its blocks any more, until the producer goes on or dies"
             logger.error("request %s: %s; %s", crossing.load.request, crossing.error, waits)
@@ -399,6 +533,11 @@ class Ferry:
 def _one_start(one: PeerKey, other: PeerKey) -> bool:
     """Whether both are the same engine since the same start, by whichever address."""
     return (one.engine, one.incarnation) == (other.engine, other.incarnation)
+
+
+def _repeated(tiles: Tiles, times: int) -> Tiles:
+    columns = (tiles.src_block, tiles.src_tile, tiles.dst_block, tiles.dst_tile)
+    return Tiles(*(np.repeat(column, times) for column in columns))
 
 
 def _described(error: Exception) -> str:

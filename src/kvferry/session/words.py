@@ -6,6 +6,8 @@ told of, is where it lands the words it reads from others. Both are declared by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -39,6 +41,8 @@ class Words:
         self.slots = slots
         self._words: Column = np.zeros(2 * slots, np.int64)
         self._own, self._landed = self._words[:slots], self._words[slots:]
+        self._alive = 0
+        self._watcher: Callable[[], None] | None = None
         alone = Identity(identity.engine, identity.incarnation, "words", Rank())
         self.manifest = _manifest(alone, self._own)
         self._landing = _manifest(alone, self._landed)
@@ -47,13 +51,26 @@ class Words:
     def storage(self) -> Storage:
         return Storage(int(self._words.ctypes.data), self._words.nbytes)
 
+    @property
+    def alive(self) -> int:
+        """How many leases stand: while there are any, somebody may be reading from this rank."""
+        return self._alive
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Called whenever a lease stands after none did."""
+        self._watcher = watcher
+
     def live(self, lease: Lease) -> None:
+        self._alive += int(self._own[lease.slot] == DEAD)
         self._own[lease.slot] = lease.generation
+        if self._alive == 1 and self._watcher is not None:
+            self._watcher()
 
     def kill(self, lease: Lease) -> None:
         """Only the lease's own number is wiped: its slot may have a new one."""
         if self._own[lease.slot] == lease.generation:
             self._own[lease.slot] = DEAD
+            self._alive -= 1
 
     def plan(self, producer: Manifest) -> Plan:
         """How the words of one rank of a producer are read into this rank's landing places, which are the blocks here."""

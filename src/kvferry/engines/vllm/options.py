@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -23,8 +23,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     index. `advertise`: the host that references name, where it is not the one listened on. `key_file`: the cluster's shared
     key; needed to listen beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
     refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent. `greeting_s`: how long a producer
-    may take to answer. `read_s`: how long a read may go without progress. `progress_thread`, `window`, `backend`,
-    `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
+    may take to answer. `read_s`: how long a read may go without progress. `progress_thread`, `posting_threads`, `sync`,
+    `window`, `backend`, `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
     """
 
     listen: str = "127.0.0.1:0"
@@ -34,7 +34,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: Seconds = 60.0
     greeting_s: Seconds = 15.0
     read_s: Seconds = 30.0
-    progress_thread: bool | None = None
+    progress_thread: bool | Literal["slow"] | None = None
+    posting_threads: Annotated[int, Meta(ge=0, le=64)] | None = None
+    sync: Literal["none", "strict"] = "none"
     window: Annotated[int, Meta(ge=1)] = 4096
     backend: str = "UCX"
     backend_parameters: dict[str, str] = msgspec.field(default_factory=dict)
@@ -42,7 +44,16 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nixl(self) -> NixlOptions:
-        return NixlOptions(self.backend, self.progress_thread, self.window, self.read_s, self.backend_parameters, self.ucx)
+        return NixlOptions(
+            self.backend,
+            self.progress_thread,
+            self.window,
+            self.read_s,
+            self.backend_parameters,
+            self.ucx,
+            self.posting_threads,
+            self.sync,
+        )
 
     @property
     def key(self) -> Key | None:

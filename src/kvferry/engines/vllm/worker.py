@@ -59,7 +59,8 @@ class WorkerHalf:
         transport.register([*storages, words.storage])
         self._card = Card(manifest, words.manifest, transport.metadata())
         self._words = words
-        self._ferry = Ferry(transport, words, self._rank.ordinal, _filler(manifest, kv_caches))
+        filler = _filler(manifest, kv_caches)
+        self._ferry = Ferry(transport, words, self._rank.ordinal, filler, tended=not transport.progresses)
         self._ferry.start()
 
     @property
