@@ -277,7 +277,8 @@ class Ferry:
                 return
             peer.link = self._connect(peer)
         crossing.link = peer.link
-        self._fill(crossing.loading.fills)
+        if len(crossing.loading.fills):
+            self._fill(crossing.loading.fills)
         for prepared in peer.link.data:
             crossing.reads.append(self._transport.read(prepared, crossing.loading.tiles))
 

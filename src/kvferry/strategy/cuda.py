@@ -52,6 +52,14 @@ class _Driver:
             self._library.cuGetErrorString(status, ctypes.byref(text))
             raise TransportError(f"{name}: {(text.value or b'').decode(errors='replace') or status}")
 
+    def enter(self, device: int) -> None:
+        """Give the calling thread the device's context, which torch makes lazily and the driver's own calls need."""
+        context = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        if not context.value:
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
+            self.call("cuCtxSetCurrent", context)
+
     def allocation(self, address: int) -> tuple[int, int]:
         """Where the allocation that holds an address begins, and its length."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
@@ -131,15 +139,15 @@ class CudaMover:
     memory: Literal["dram", "vram"] = "vram"
 
     def __init__(self, device: int, programs: int = PROGRAMS) -> None:
-        self._device, self._programs = torch.device("cuda", device), programs
+        self._index, self._device, self._programs = device, torch.device("cuda", device), programs
         self._driver = _Driver()
         self._stream = torch.cuda.Stream(self._device)
         self._warm(_FIRST)
 
     def export(self, storage: Storage) -> bytes:
-        with torch.cuda.device(self._device):
-            base, _ = self._driver.allocation(storage.address)
-            return msgspec.msgpack.encode((self._driver.handle(base), storage.address - base))
+        self._driver.enter(self._index)
+        base, _ = self._driver.allocation(storage.address)
+        return msgspec.msgpack.encode((self._driver.handle(base), storage.address - base))
 
     def open(self, token: bytes, length: int) -> Opened:
         try:
@@ -148,16 +156,16 @@ class CudaMover:
             raise TransportError(f"not a handle of device memory: {error}") from None
         if len(handle) != _HANDLE or offset < 0:
             raise TransportError(f"a handle of {len(handle)} bytes at {offset} is none of CUDA's")
-        with torch.cuda.device(self._device):
-            base = self._driver.open(handle)
-            if offset + length > self._driver.allocation(base)[1]:
-                self._driver.close(base)
-                raise TransportError("the peer's device memory is shorter than it says")
+        self._driver.enter(self._index)
+        base = self._driver.open(handle)
+        if offset + length > self._driver.allocation(base)[1]:
+            self._driver.close(base)
+            raise TransportError("the peer's device memory is shorter than it says")
         return _Mapping(self, base, offset)
 
     def unmap(self, base: int) -> None:
-        with torch.cuda.device(self._device):
-            self._driver.close(base)
+        self._driver.enter(self._index)
+        self._driver.close(base)
 
     def prepare(self, moves: Moves) -> Any:
         """The pieces, on the device; every kernel that loads will need is made now."""
