@@ -72,10 +72,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         card = self.worker.card
         return RankCard(card) if card is not None else None
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Orders are taken before the forward pass is launched: a load that is short has ended when the step's results are
+        asked for. That is safe beside steps in flight: vLLM keeps blocks that these may write from being given to a load
+        (the scheduler's `defer_block_free`), and does not zero the blocks of one (`get_loaded_kv_cache_group_ids`)."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, Orders):
+            self.worker.step(connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        orders = self._get_connector_metadata()
-        if isinstance(orders, Orders):
-            self.worker.step(orders)
+        """Loads have started with their orders."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before their requests are scheduled."""
