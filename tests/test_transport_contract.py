@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import msgspec
@@ -135,6 +136,18 @@ def test_consecutive_blocks_of_whole_pages_become_one_run_per_region(wharf):
     read = start(transport, made, made.plans[0], 0)
     assert finish(transport, read) is State.DONE
     assert transport.telemetry(read).runs == 3
+
+
+def test_descending_blocks_of_whole_pages_become_one_run_per_region(wharf):
+    """As vLLM hands out blocks that it was given back."""
+    case = dense_case(layers=3)
+    down = list(range(16))[::-1]
+    made = crossing(wharf, replace(case, request=Request(16 * 16, {0: down}, {0: down})))
+    transport = reader(wharf, made)
+    read = start(transport, made, made.plans[0], 0)
+    assert finish(transport, read) is State.DONE
+    assert transport.telemetry(read).runs == 3
+    assert made.differing() == 0
 
 
 def test_scattered_blocks_are_a_run_each(wharf):

@@ -8,16 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path as File
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from kvferry.errors import TransportError
+from kvferry.plan import Binder, make_plans
 from kvferry.transport import NixlOptions, NixlTransport, Path, State, ucx
 from kvferry.transport import nixl as module
 from kvferry.transport.metadata import decode_metadata, encode_metadata
 from kvferry.transport.nixl import NixlRead
-from transport_peer import PeerProcess
+from transport_peer import PeerProcess, allocated
 from transport_suite import TCP, TIMEOUT_S, Crossing, NixlWharf, crossing, dense_case, finish, heard_so_far, start, until
 
 
@@ -157,23 +159,75 @@ def test_the_path_is_unknown_before_the_first_read(wharf):
     assert transport.path(transport.connect(made.metadata[0])).name == "unknown"
 
 
-def test_a_progress_thread_keeps_reads_going(process):
+@pytest.mark.parametrize("progress_thread", [True, False, "slow"])
+@pytest.mark.parametrize("posting_threads", [0, 2])
+@pytest.mark.parametrize("sync", ["none", "strict"])
+def test_bytes_arrive_however_nixl_is_run(process, progress_thread, posting_threads, sync):
     wharf = NixlWharf(process)
-    made = crossing(wharf, dense_case())
-    transport = NixlTransport("d", NixlOptions(progress_thread=True))
+    made = crossing(wharf, dense_case(layers=3, blocks=512, scattered=True))
+    options = NixlOptions(progress_thread=progress_thread, posting_threads=posting_threads, sync=sync)
+    transport = NixlTransport("d", options)
+    assert transport.progresses == bool(progress_thread)
     transport.register(made.here[0].storages)
-    assert finish(transport, start(transport, made, made.plans[0], 0)) is State.DONE
+    read = start(transport, made, made.plans[0], 0)
+    assert finish(transport, read) is State.DONE
     assert made.differing() == 0
+    assert transport.telemetry(read).runs == 3 * 256
     transport.close()
     wharf.close()
 
 
-def test_the_progress_thread_is_on_by_default_where_cores_are_plenty(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
-    assert not NixlOptions().progresses
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
-    assert NixlOptions().progresses
-    assert not NixlOptions(progress_thread=False).progresses
+@pytest.mark.parametrize("progress_thread", [True, "slow"])
+def test_a_progress_thread_serves_reads_of_a_side_that_never_calls(progress_thread):
+    """Both ends in this process, over TCP, where the side that is read has to send."""
+    case = dense_case()
+    there, here = allocated(case.producers, 1), allocated(case.consumers, 2)
+    source = NixlTransport("p", NixlOptions(progress_thread=progress_thread, ucx=TCP))
+    target = NixlTransport("d", NixlOptions(ucx=TCP))
+    source.register(there[0].storages)
+    target.register(here[0].storages)
+    plan = make_plans([here[0].manifest], [there[0].manifest])[0]
+    prepared = target.prepare(plan, 0, target.connect(source.metadata()))
+    assert finish(target, target.read(prepared, Binder(plan).tiles(case.request))) is State.DONE
+    target.close()
+    source.close()
+
+
+def test_nothing_of_nixls_runs_beside_the_engine_by_default(monkeypatch):
+    """No progress thread; threads that post only where there are cores for them."""
+    transport = NixlTransport("d")
+    assert not transport.progresses
+    transport.close()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
+    assert NixlOptions().parameters == {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert NixlOptions().parameters["num_threads"] == "4"
+    assert NixlOptions(posting_threads=0).parameters == {}
+    assert NixlOptions("LIBFABRIC").parameters == {}
+    assert NixlOptions(posting_threads=2, backend_parameters={"num_threads": "3"}).parameters["num_threads"] == "3"
+
+
+def test_a_nixl_without_a_slow_thread_goes_on_without_one(monkeypatch, caplog):
+    bind = module._library().api.nixlBind
+    monkeypatch.setattr(bind, "nixlAgentConfig", lambda make=bind.nixlAgentConfig: Blind(make()))
+    transport = NixlTransport.__new__(NixlTransport)
+    transport.name, transport._library = "d", module._library()
+    agent = SimpleNamespace(agent=bind.nixlAgent.__new__(bind.nixlAgent), backends={})
+    with caplog.at_level(logging.WARNING, logger="kvferry.transport"):
+        assert not transport._slow_down(agent, bind.NIXL_THREAD_SYNC_NONE)
+    assert "no slow progress thread (its configuration has no pthrDelay)" in caplog.text
+
+
+class Blind:
+    """A configuration that does not know the delay."""
+
+    def __init__(self, config: object) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> object:
+        if name == "pthrDelay":
+            raise AttributeError(name)
+        return getattr(self._config, name)
 
 
 def test_a_closed_transport_says_so_and_closes_again():
@@ -288,8 +342,9 @@ def test_nothing_known_is_an_unknown_path():
 
 NO_BACKEND_FIRST = """
 from kvferry.errors import TransportError
+from kvferry.plan import Binder, make_plans
 from kvferry.transport import NixlOptions, NixlTransport, ucx
-from transport_peer import PeerProcess
+from transport_peer import PeerProcess, allocated
 from transport_suite import NixlWharf, crossing, dense_case, finish, start
 
 with ucx.environment({}):

@@ -22,6 +22,7 @@ from kvferry.transport.addresses import Placed, place
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry
 from kvferry.transport.faults import Corrupt, Delay, Drop, Duplicate, Fault, LateLanding, PeerDeath, Reorder
 from kvferry.transport.metadata import Metadata, StorageEntry, decode_metadata, encode_metadata, this_host
+from kvferry.transport.order import ascending
 
 CARRIER: Final = "in-process"
 
@@ -75,7 +76,7 @@ class InProcessPrepared:
 
     def runs(self, tiles: Mapping[tuple[int, int], Tiles]) -> tuple[Ints, Ints, Ints]:
         """Source address, destination address and length of every run, neighbours merged."""
-        src, dst = self.indices.indices(tiles)
+        src, dst = self.indices.indices(ascending(tiles))
         there, length = _elements(self.indices.src, self.src, src)
         here, _ = _elements(self.indices.dst, self.dst, dst)
         there, here, length = merge(there, here, length)
@@ -140,6 +141,10 @@ class InProcessTransport:
         self._reads: dict[InProcessRead, None] = {}
         self._started = 0
         self._inbox: list[tuple[str, bytes]] = []
+
+    def script(self, faults: Mapping[int, Sequence[Fault]]) -> None:
+        """Faults of the first, second, ... read from now on, instead of those that were scripted before."""
+        self._faults = {self._started + number: tuple(script) for number, script in faults.items()}
 
     def register(self, storages: Sequence[Storage]) -> None:
         for storage in storages:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,9 @@ from kvferry.transport import ucx
 from kvferry.transport.addresses import Placed, place
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry
 from kvferry.transport.metadata import Metadata, StorageEntry, decode_metadata, encode_metadata, this_host
+from kvferry.transport.order import ascending
 from kvferry.transport.peers import Flight, Lists, NixlPrepared, NixlRead, Peer, Peers
-from kvferry.transport.windows import Merging, Window
+from kvferry.transport.windows import Merging, small
 
 logger = logging.getLogger("kvferry.transport")
 
@@ -39,30 +40,62 @@ MAX_ELEMENTS: Final = (1 << 31) - 1
 _MODULES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 _MEMORY: Final = {"dram": "DRAM", "vram": "VRAM"}
 _LOCAL: Final = "NIXL_INIT_AGENT"
+_POSTERS: Final = 4
+"""Threads that post where there are cores for them: with four, vLLM's own connector posts a descriptor over CUDA IPC in 3.4 us,
+a single thread needs 8.2 us (H200)."""
+_SPLIT: Final = 128
+"""From so many descriptors on a window is worth splitting among threads: posting them takes about a millisecond."""
+_SLOW_US: Final = 5000
+"""How long a slow progress thread sleeps at most; arrivals wake it, but for some that UCX does not announce. It takes less than
+0.5 % of a core then."""
+_POSTING_S: Final = 0.002
+"""How long a round goes on posting. Over CUDA IPC a window takes some ten milliseconds to post; meanwhile nobody looks at
+what has landed."""
+_PASSED_OVER: Final = 64
+"""For so many rounds at most are smaller reads preferred to one that waits."""
+_TELLING: Final = 4096
+"""More bytes than this say how a peer is read: UCX takes other ways for a few of them, and for host memory."""
 
 
 @dataclass(frozen=True)
 class NixlOptions:
     """How NIXL is run; every field has a default that is right where nothing is known.
 
-    `progress_thread` None: on where at least four cores are usable. It keeps emulated reads going while this process
-    computes, and burns a whole core for it, idle or not. Without it bytes move while `poll` and `notifications` are called.
-    `window`: descriptors in flight to one peer; some NICs' send queues overflow past 4,096.
+    `progress_thread`: whether a thread of NIXL's keeps connections and emulated reads going. Without it, which is the default,
+    they move on while `poll` and `notifications` are called. True is NIXL's own: it spins, which costs a core, and holds the
+    lock that posting needs. "slow" sleeps until something arrives, and at most some milliseconds.
+    `posting_threads`: that many of UCX's own post reads of many descriptors, beside each other and without Python's lock. They
+    sleep while nothing is in flight, and spin while something is. None: 4 where at least 8 cores are usable, else 0, which is
+    the caller's thread.
+    `window`: descriptors in flight to one peer; some NICs' send queues overflow past 4,096. Reads of at most a 64th of it are
+    posted beside it.
     `timeout_s`: how long a read may go without visible progress before it fails.
     `backend_parameters` are NIXL's for the backend (for UCX: ucx_devices, num_workers, ucx_error_handling_mode); `ucx` are
     UCX settings beside those of `kvferry.transport.ucx`, and neither overrides the operator's environment.
+    `sync`: "strict" has NIXL lock around every call, for a transport that several threads call at once; a ferry's has one.
     """
 
     backend: str = "UCX"
-    progress_thread: bool | None = None
+    progress_thread: bool | Literal["slow"] | None = None
     window: int = 4096
     timeout_s: float = 30.0
     backend_parameters: Mapping[str, str] = field(default_factory=dict)
     ucx: Mapping[str, str] = field(default_factory=dict)
+    posting_threads: int | None = None
+    sync: Literal["none", "strict"] = "none"
 
     @property
-    def progresses(self) -> bool:
-        return len(os.sched_getaffinity(0)) >= 4 if self.progress_thread is None else self.progress_thread
+    def posters(self) -> int:
+        """How many threads of UCX's post."""
+        if self.posting_threads is not None:
+            return self.posting_threads
+        return _POSTERS if len(os.sched_getaffinity(0)) >= 2 * _POSTERS else 0
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The backend's parameters; the operator's come last."""
+        threads = {"num_threads": str(self.posters), "split_batch_size": str(_SPLIT)} if self.posters else {}
+        return {**(threads if self.backend == "UCX" else {}), **self.backend_parameters}
 
 
 @dataclass(frozen=True)
@@ -101,6 +134,7 @@ class NixlTransport:
         self.options = options or NixlOptions()
         self.name = f"{name}#{secrets.token_hex(4)}"
         self._clock = clock
+        self.progresses = False
         with ucx.environment(self.options.ucx):
             self._library = _library()
             self._started: Any = self._start()
@@ -110,20 +144,44 @@ class NixlTransport:
 
     def _start(self) -> Any:
         api, backend = self._library.api, self.options.backend
-        config = api.nixl_agent_config(
-            enable_prog_thread=self.options.progresses,
-            backends=[],
-            capture_telemetry=True,
-            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-        )
+        modes = api.nixl_thread_sync_t
+        mode = modes.NIXL_THREAD_SYNC_STRICT if self.options.sync == "strict" else modes.NIXL_THREAD_SYNC_NONE
+        spins = self.options.progress_thread is True
         try:
+            config = api.nixl_agent_config(enable_prog_thread=spins, backends=[], capture_telemetry=True, sync_mode=mode)
             agent = api.nixl_agent(self.name, config)
+            self.progresses = spins or (self.options.progress_thread == "slow" and self._slow_down(agent, mode.value))
             if backend not in agent.get_plugin_list():
                 raise TransportError(f"NIXL has no backend {backend} here; it has {', '.join(agent.get_plugin_list())}")
-            agent.create_backend(backend, dict(self.options.backend_parameters))
+            agent.create_backend(backend, self.options.parameters)
         except self._library.errors as error:
             raise TransportError(f"{self.name}: NIXL cannot start its backend {backend}: {error}") from error
         return agent
+
+    def _slow_down(self, agent: Any, sync: Any) -> bool:
+        """Give an agent that has no backend yet a progress thread that sleeps. NIXL's Python interface has no word for that:
+        it asks for one that never does, so what it has configured is replaced by the same with another delay."""
+        bind = self._library.api.nixlBind
+        try:
+            if not isinstance(agent.agent, bind.nixlAgent) or agent.backends:
+                raise TypeError("the agent is not what it was")
+            config = bind.nixlAgentConfig()
+            settings = {
+                "pthrDelay": _SLOW_US,
+                "useProgThread": True,
+                "useListenThread": False,
+                "captureTelemetry": True,
+                "syncMode": sync,
+            }
+            for name, value in settings.items():
+                if not hasattr(config, name):
+                    raise TypeError(f"its configuration has no {name}")
+                setattr(config, name, value)
+            agent.agent = bind.nixlAgent(self.name, config)
+        except (AttributeError, TypeError) as error:
+            logger.warning("this NIXL has no slow progress thread (%s); reads move on while this process polls", error)
+            return False
+        return True
 
     @property
     def closed(self) -> bool:
@@ -206,42 +264,75 @@ class NixlTransport:
         peer = self._peers.connected(prepared.peer)
         if prepared not in peer.prepared:
             raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
-        src, dst = prepared.indices.indices(tiles)
+        src, dst = prepared.indices.indices(ascending(tiles))
         waiting = deque(prepared.merging.windows(src, dst, self.options.window)) if len(src) else deque()
-        read = NixlRead(prepared, notification, waiting, len(waiting), self._clock())
+        left = sum(window.descriptors for window in waiting)
+        is_small = left <= small(self.options.window)
+        read = NixlRead(prepared, notification, waiting, len(waiting), left, is_small, self._clock(), peer.round)
         peer.reads[read] = None
-        self._advance(peer, read)
+        if read.small:
+            while read.waiting:
+                self._post(peer, read)
+        else:
+            peer.queue[read] = None
+            self._dispatch(peer)
+        self._settle(peer, read, read.moved_at)
         return read
 
     def poll(self, read: Read) -> State:
+        """Whoever is asked after a second time begins a round: all flights of the peer are looked at once, for all reads."""
         mine = _own(read)
         if mine.state is State.RUNNING:
             peer = self._peers.connected(mine.peer)
-            if not mine.flying:
-                for other in peer.reads:
-                    self._land(peer, other)
-            self._advance(peer, mine)
+            if mine.looked_at_in == peer.round:
+                self._sweep(peer)
+            mine.looked_at_in = peer.round
         return mine.state
 
-    def _advance(self, peer: Peer, read: NixlRead) -> None:
-        """Take in what landed, post what there is room for, and see whether the read is over."""
-        self._land(peer, read)
-        while read.state is State.RUNNING and read.waiting and self._room(peer, read.waiting[0]):
-            self._post(peer, read, read.waiting.popleft())
+    def _sweep(self, peer: Peer) -> None:
+        """A round: take in what landed, post what there is room for, and see which reads are over."""
+        peer.round += 1
+        for read in tuple(peer.reads):
+            self._land(peer, read)
+        self._dispatch(peer)
+        now = self._clock()
+        for read in tuple(peer.reads):
+            self._settle(peer, read, now)
+
+    def _dispatch(self, peer: Peer) -> None:
+        """Post windows while there is room, not so long that whoever waits for a round would notice."""
+        began = self._clock()
+        while (read := self._next(peer)) is not None:
+            self._post(peer, read)
+            if self._clock() - began > _POSTING_S:
+                return
+
+    def _next(self, peer: Peer) -> NixlRead | None:
+        """Whose window is posted next: the read's that has the least to post, unless another was passed over for long."""
+        for read in tuple(peer.queue):
+            if not read.waiting:
+                del peer.queue[read]
+        if not peer.queue:
+            return None
+        first = min(peer.queue, key=lambda read: (peer.round - read.posted_in < _PASSED_OVER, read.left))
+        fits = not peer.descriptors or peer.descriptors + first.waiting[0].descriptors <= self.options.window
+        return first if fits else None
+
+    def _settle(self, peer: Peer, read: NixlRead, now: float) -> None:
         if read.state is not State.RUNNING:
             return
         if not read.waiting and not read.flying:
             self._finish(peer, read)
             return
         since = read.moved_at if read.flying else max(read.moved_at, peer.moved_at)
-        if self._clock() - since > self.options.timeout_s:
+        if now - since > self.options.timeout_s:
             self._fail(read, f"nothing arrived for {self.options.timeout_s:g} s: it is stopped, overloaded or unreachable")
 
-    def _room(self, peer: Peer, window: Window) -> bool:
-        return not peer.descriptors or peer.descriptors + window.descriptors <= self.options.window
-
-    def _post(self, peer: Peer, read: NixlRead, window: Window) -> None:
-        lists = read.prepared.lists
+    def _post(self, peer: Peer, read: NixlRead) -> None:
+        """Post the next window of a read; the only calls that a window costs before it lands are these two."""
+        lists, window = read.prepared.lists, read.waiting.popleft()
+        read.left -= window.descriptors
+        read.posted_in = peer.round
         try:
             handle = self._agent.make_prepped_xfer("READ", lists.dst, window.dst, lists.src, window.src)
         except self._library.errors as error:
@@ -249,7 +340,7 @@ class NixlTransport:
             return
         flight = Flight(handle, window.descriptors)
         read.flying.append(flight)
-        peer.descriptors += window.descriptors
+        peer.descriptors += 0 if read.small else window.descriptors
         read.moved_at = self._clock()
         try:
             status = self._agent.transfer(handle)
@@ -292,7 +383,7 @@ class NixlTransport:
             logger.debug("peer %s: NIXL keeps a handle for now: %s", read.peer, error)
             return
         read.flying.remove(flight)
-        peer.descriptors -= flight.descriptors
+        peer.descriptors -= 0 if read.small else flight.descriptors
 
     def _finish(self, peer: Peer, read: NixlRead) -> None:
         if read.notification:
@@ -302,7 +393,7 @@ class NixlTransport:
                 self._fail(read, f"all bytes arrived, but NIXL cannot notify it: {error}")
                 return
         read.state = State.DONE
-        if read.total and not peer.warned:
+        if not peer.warned and sum(t.totalBytes for t in read.landed) > _TELLING:
             peer.warned = True
             path = self.path(read.peer)
             if path.slow:
@@ -346,6 +437,7 @@ class NixlTransport:
         if mine.flying:
             return False
         del peer.reads[mine]
+        peer.queue.pop(mine, None)
         self._drop_when_idle(peer)
         return True
 

@@ -44,13 +44,19 @@ class Flight:
 
 @dataclass(eq=False)
 class NixlRead:
-    """A read: windows waiting, windows in flight, and what is known of those that have landed."""
+    """A read: windows waiting, windows in flight, and what is known of those that have landed. `left` counts descriptors that
+    wait; `posted_in` is the round in which a window of it was last posted, `looked_at_in` the one in which it was asked after.
+    A `small` read waits for nobody and takes nobody's room."""
 
     prepared: NixlPrepared
     notification: bytes
     waiting: deque[Window]
     total: int
+    left: int
+    small: bool
     moved_at: float
+    posted_in: int
+    looked_at_in: int = -1
     state: State = State.RUNNING
     error: str = ""
     flying: list[Flight] = field(default_factory=list)
@@ -64,13 +70,16 @@ class NixlRead:
 @dataclass(eq=False)
 class Peer:
     """A connected peer: what it registered, what is in flight, and whether the caller has dropped it. `void` was prepared
-    before it was dropped and is kept for reads that have not ended."""
+    before it was dropped and is kept for reads that have not ended. `descriptors` counts those in flight of reads that are not
+    small, `queue` are reads with windows to post, and `round` counts how often all flights were looked at."""
 
     metadata: Metadata
     prepared: list[NixlPrepared] = field(default_factory=list)
     void: list[NixlPrepared] = field(default_factory=list)
     reads: dict[NixlRead, None] = field(default_factory=dict)
+    queue: dict[NixlRead, None] = field(default_factory=dict)
     descriptors: int = 0
+    round: int = 0
     moved_at: float = 0.0
     dropped: bool = False
     warned: bool = False

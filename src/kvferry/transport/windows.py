@@ -22,6 +22,11 @@ class Window:
     descriptors: int
 
 
+def small(cap: int) -> int:
+    """Up to how many descriptors a read is so small that it is not worth counting them, nor letting it wait."""
+    return max(1, cap // 64)
+
+
 @dataclass(frozen=True)
 class _Side:
     ends: Ints
@@ -44,7 +49,7 @@ class Merging:
     def windows(self, src: Numbers, dst: Numbers, cap: int) -> Iterator[Window]:
         """One window where `cap` descriptors suffice, else windows of half of it, so that two are in flight."""
         theirs, ours = src.astype(np.int32, copy=False), dst.astype(np.int32, copy=False)
-        if len(src) <= cap:
+        if len(src) <= small(cap):
             yield Window(theirs, ours, len(src))
             return
         low, count, dense = self._stretches(src, dst)

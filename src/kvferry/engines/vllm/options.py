@@ -26,8 +26,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     may take to answer. `read_s`: how long a read may go without progress. `strategies`: how caches may be read: `mapped`, out
     of device memory of this machine's processes, `direct`, by descriptors, which is always possible. `copy_programs`: how many
     programs of a GPU's kernel copy at a time. `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's names;
-    empty: what suits transfers best. `progress_thread`, `window`, `backend`,
-    `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
+    empty: what suits transfers best. `progress_thread`, `posting_threads`, `sync`, `window`, `backend`, `backend_parameters`,
+    `ucx`: see `kvferry.transport.NixlOptions`.
     """
 
     listen: str = "127.0.0.1:0"
@@ -38,9 +38,11 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     greeting_s: Seconds = 15.0
     read_s: Seconds = 30.0
     strategies: tuple[Literal["mapped", "direct"], ...] = ("mapped", "direct")
-    copy_programs: Annotated[int, Meta(ge=2, le=1024)] = 32
+    copy_programs: Annotated[int, Meta(ge=2, le=1024)] = 128
     cache_layout: Literal["", "LBHNC", "BLHNC", "BHLNC"] = ""
-    progress_thread: bool | None = None
+    progress_thread: bool | Literal["slow"] | None = None
+    posting_threads: Annotated[int, Meta(ge=0, le=64)] | None = None
+    sync: Literal["none", "strict"] = "none"
     window: Annotated[int, Meta(ge=1)] = 4096
     backend: str = "UCX"
     backend_parameters: dict[str, str] = msgspec.field(default_factory=dict)
@@ -48,7 +50,16 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nixl(self) -> NixlOptions:
-        return NixlOptions(self.backend, self.progress_thread, self.window, self.read_s, self.backend_parameters, self.ucx)
+        return NixlOptions(
+            self.backend,
+            self.progress_thread,
+            self.window,
+            self.read_s,
+            self.backend_parameters,
+            self.ucx,
+            self.posting_threads,
+            self.sync,
+        )
 
     @property
     def key(self) -> Key | None:
