@@ -174,9 +174,9 @@ def _lane(choose: Choose, unit: int, blocks: int, per_block: int, extent: int) -
 def _tiles(choose: Choose, blocks: tuple[int, int], per_block: tuple[int, int]) -> Tiles:
     """Some tiles of the destination, each once, and one of the source for each."""
     free = list(product(range(blocks[1]), range(per_block[1])))
-    taken = []
-    for _ in range(min(len(free), choose((0, 1, 2, 5)))):
-        taken.append((choose(range(blocks[0])), choose(range(per_block[0])), *free.pop(choose(range(len(free))))))
+    count = min(len(free), choose((0, 1, 2, 5)))
+    here = [free.pop(choose(range(len(free)))) for _ in range(count)]
+    taken = [(choose(range(blocks[0])), choose(range(per_block[0])), *one) for one in here]
     columns = np.array(taken, np.int32).reshape(-1, 4).T
     return Tiles(*(np.ascontiguousarray(column) for column in columns))
 
