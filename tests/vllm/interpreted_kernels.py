@@ -1,6 +1,6 @@
 """The kernels as Triton's interpreter runs them, in a process that was started for it: prints one line of JSON per case.
 
-The interpreter must be chosen before Triton is imported, and what a kernel does to memory is then done by NumPy, index by index.
+The interpreter must be chosen before Triton is imported; what a kernel does to memory is then done by NumPy, index by index.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from drawn_moves import Guarded, drawn, seeded
-from transport_peer import allocated
-from transport_suite import Case, model_case
 
+from drawn_moves import Guarded, drawn, seeded
 from kvferry.plan import Binder, Fleet, make_plans
 from kvferry.strategy import kernel
 from kvferry.strategy.moves import Bound, Moves
+from transport_peer import allocated
+from transport_suite import Case, model_case
 
 PAIRS = [
     ("tp=1", "tp=1"),
