@@ -36,7 +36,7 @@ class Strategies:
 
     def __init__(self, direct: Transport, mapped: Mapped | None = None) -> None:
         self._direct, self._mapped = direct, mapped
-        self._tokens: list[Token] = []
+        self._tokens: list[Token] | None = []
         self._metadata: dict[str, Metadata] = {}
         self._said: set[str] = set()
 
@@ -45,17 +45,21 @@ class Strategies:
         return self._direct.name
 
     def register(self, storages: Sequence[Storage]) -> None:
+        """Others map all of this rank's storages, or none: a plan may read any of them."""
         self._direct.register(storages)
         if self._mapped is None:
             return
         try:
-            self._tokens += self._mapped.register(storages)
+            found = self._mapped.register(storages)
         except TransportError as error:
             self._say(f"memory here cannot be mapped by others ({error}): it is read by descriptors")
-            self._mapped = None
+            self._tokens = None
+        else:
+            if self._tokens is not None:
+                self._tokens += found
 
     def metadata(self) -> bytes:
-        tokens = tuple(self._tokens) if self._mapped is not None else ()
+        tokens = tuple(self._tokens or ())
         return msgspec.msgpack.encode(Metadata(self.name, self._direct.metadata(), tokens))
 
     def connect(self, metadata: bytes) -> str:

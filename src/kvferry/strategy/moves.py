@@ -103,7 +103,7 @@ class Moves:
 
     def bind(self, tiles: Mapping[Key, Tiles]) -> Bound:
         """The table of one load: jobs first, form by form, then the places that they refer to."""
-        jobs = [job for job in self._jobs if job.key in tiles]
+        jobs = [job for job in self._jobs if job.key in tiles and len(tiles[job.key].src_block)]
         table = np.empty((len(jobs), FIELDS), np.int64)
         places: list[Ints] = []
         starts: dict[tuple[Key, tuple[int, ...], tuple[int, ...]], int] = {}
