@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.manifest import Manifest
-from kvferry.transport import NixlOptions, NixlTransport, Storage
+from kvferry.strategy import HostMover, Mapped, SharedBytes, Strategies
+from kvferry.transport import NixlOptions, NixlTransport, Storage, Transport
 
 Buffers = list[npt.NDArray[np.uint8]]
 
@@ -54,15 +55,34 @@ def allocated(manifests: Sequence[Manifest], seed: int) -> list[Rank]:
     return out
 
 
+def shared(rank: Rank) -> tuple[Rank, SharedBytes]:
+    """The same rank in memory that others can map, a little apart so that no two regions are neighbours."""
+    places = np.cumsum([0, *(-(-b.nbytes // 64) * 64 + 64 for b in rank.buffers)])
+    memory = SharedBytes(int(places[-1]))
+    buffers = [memory.bytes[at : at + b.nbytes] for at, b in zip(places.tolist(), rank.buffers, strict=False)]
+    for buffer, given in zip(buffers, rank.buffers, strict=True):
+        buffer[:] = given
+    return Rank(at_addresses(rank.manifest, [b.ctypes.data for b in buffers]), buffers), memory
+
+
 class _Server:
     def __init__(self) -> None:
-        self.held: list[tuple[Rank, NixlTransport]] = []
+        self.held: list[tuple[Rank, Transport]] = []
+        self.memories: list[SharedBytes] = []
         self.told: list[tuple[str, str, bytes]] = []
 
-    def open(self, manifests: Sequence[Manifest], seed: int, options: NixlOptions) -> list[tuple[list[int], bytes]]:
+    def open(
+        self, manifests: Sequence[Manifest], seed: int, options: NixlOptions, mapped: bool = False
+    ) -> list[tuple[list[int], bytes]]:
         out = []
         for i, rank in enumerate(allocated(manifests, seed)):
-            transport = NixlTransport(f"p{i}", options)
+            transport: Transport = NixlTransport(f"p{i}", options)
+            if mapped:
+                mover = HostMover()
+                rank, memory = shared(rank)
+                mover.share(memory)
+                self.memories.append(memory)
+                transport = Strategies(transport, Mapped([mover]))
             transport.register(rank.storages)
             self.held.append((rank, transport))
             out.append(([b.ctypes.data for b in rank.buffers], transport.metadata()))
@@ -81,7 +101,10 @@ class _Server:
     def shut(self) -> None:
         for _, transport in self.held:
             transport.close()
+        for memory in self.memories:
+            memory.close()
         self.held.clear()
+        self.memories.clear()
         self.told.clear()
 
     def turn(self) -> None:

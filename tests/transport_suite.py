@@ -1,4 +1,4 @@
-"""What the contract's tests need of a transport: two wharves with the same face, one process beside two, and cases to carry."""
+"""What the contract's tests need of a transport: wharves with the same face, in one process or in two, and cases to carry."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvferry.cli.request import block_tables, blocks_needed
 from kvferry.manifest import Attention, GroupSpec, Identity, LayerSpec, Layout, Manifest, build_manifest
 from kvferry.models import Side, load_model, manifests
 from kvferry.plan import Binder, Fleet, Plan, Request, make_plans
+from kvferry.strategy import HostMover, Mapped, Strategies
 from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, Read, State, Transport
 from transport_peer import PATIENCE_S, Buffers, PeerProcess, Rank, allocated, at_addresses, filled
 
@@ -78,7 +79,10 @@ class Crossing:
 
 
 class Wharf(Protocol):
-    """Two ends of one kind of transport."""
+    """Two ends of one kind of transport: the name of the path between them, and whether it joins runs that are neighbours."""
+
+    path: str
+    merges: bool
 
     def producers(self, manifests: Sequence[Manifest], seed: int) -> tuple[list[list[int]], list[bytes]]: ...
 
@@ -107,6 +111,9 @@ class Wharf(Protocol):
 
 class InProcessWharf:
     """Both ends in this process."""
+
+    path = "plain memory"
+    merges = True
 
     def __init__(self) -> None:
         self.harbour = Harbour()
@@ -157,16 +164,21 @@ class InProcessWharf:
 class NixlWharf:
     """Producers in a process of their own; `ucx` chooses how the two meet."""
 
+    maps = False
+    path = "shared memory"
+    merges = True
+
     def __init__(self, peer: PeerProcess, ucx: dict[str, str] | None = None) -> None:
         self.peer = peer
         self._ucx = ucx or {}
         self._ours: list[NixlTransport] = []
 
     def producers(self, manifests: Sequence[Manifest], seed: int) -> tuple[list[list[int]], list[bytes]]:
-        opened = self.peer.ask("open", manifests, seed, NixlOptions(ucx=self._ucx, progress_thread=False))
+        options = NixlOptions(ucx=self._ucx, progress_thread=False)
+        opened = self.peer.ask("open", manifests, seed, options, self.maps)
         return [addresses for addresses, _ in opened], [metadata for _, metadata in opened]
 
-    def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> NixlTransport:
+    def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> Transport:
         options = NixlOptions(window=window, timeout_s=timeout_s, ucx=self._ucx, progress_thread=False)
         self._ours.append(NixlTransport("d", options))
         return self._ours[-1]
@@ -202,6 +214,17 @@ class NixlWharf:
         if self.peer.process.is_alive():
             self.resume()
             self.peer.ask("shut")
+
+
+class MappedWharf(NixlWharf):
+    """Producers in a process of their own whose memory is mapped here; only notifications go over NIXL."""
+
+    maps = True
+    path = "mapped memory"
+    merges = False
+
+    def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> Transport:
+        return Strategies(super().consumer(window, timeout_s), Mapped([HostMover()]))
 
 
 def crossing(wharf: Wharf, case: Case) -> Crossing:

@@ -35,17 +35,22 @@ Column = npt.NDArray[np.int64]
 
 
 class Words:
-    """`slots` leases and as many landing places, for one rank of one start of an engine."""
+    """`slots` leases and as many landing places, for one rank of one start of an engine; in `memory`, if others are to map it,
+    which has room for them (see `size`) and holds zeros."""
 
-    def __init__(self, slots: int, identity: Identity) -> None:
+    def __init__(self, slots: int, identity: Identity, memory: npt.NDArray[np.uint8] | None = None) -> None:
         self.slots = slots
-        self._words: Column = np.zeros(2 * slots, np.int64)
+        self._words: Column = np.zeros(2 * slots, np.int64) if memory is None else memory.view(np.int64)
         self._own, self._landed = self._words[:slots], self._words[slots:]
         self._alive = 0
         self._watcher: Callable[[], None] | None = None
         alone = Identity(identity.engine, identity.incarnation, "words", Rank())
         self.manifest = _manifest(alone, self._own)
         self._landing = _manifest(alone, self._landed)
+
+    @staticmethod
+    def size(slots: int) -> int:
+        return 2 * slots * WORD
 
     @property
     def storage(self) -> Storage:

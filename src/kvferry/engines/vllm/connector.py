@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
@@ -54,9 +55,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Head-major, so that a rank's heads are one run a block; latents have no heads."""
+        """Block-outermost on CUDA: all layers of a block are one run. Elsewhere backends restrict it, and head-major makes a
+        rank's heads of a layer one run; latents have no heads."""
         model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
+        asked = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config).cache_layout
+        if model is None or asked:
+            return asked or None
+        if current_platform.is_cuda():
+            return "BLHNC"
+        return None if model.use_mla else "LBHNC"
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.worker.register(kv_caches)
@@ -65,10 +72,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         card = self.worker.card
         return RankCard(card) if card is not None else None
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Orders are taken before the forward pass is launched: a load that is short has ended when the step's results are
+        asked for. That is safe beside steps in flight: vLLM keeps blocks that these may write from being given to a load
+        (the scheduler's `defer_block_free`), and does not zero the blocks of one (`get_loaded_kv_cache_group_ids`)."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, Orders):
+            self.worker.step(connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        orders = self._get_connector_metadata()
-        if isinstance(orders, Orders):
-            self.worker.step(orders)
+        """Loads have started with their orders."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before their requests are scheduled."""

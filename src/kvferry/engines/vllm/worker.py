@@ -17,12 +17,10 @@ from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.stats import FerryStats
+from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import SessionError
-from kvferry.manifest import Identity, Manifest, Rank
-from kvferry.plan import Fills
+from kvferry.manifest import Identity, Rank
 from kvferry.session import Card, Ending, Ferry, Words
-from kvferry.session.fills import Bytes, apply_fills
-from kvferry.transport import NixlTransport, Storage
 
 logger = logging.getLogger("kvferry.vllm")
 
@@ -39,6 +37,7 @@ class WorkerHalf:
         self._config, self._kv_cache_config, self._options = config, kv_cache_config, options
         self._rank = rank or this_rank()
         self._ferry: Ferry | None = None
+        self._wharf: Wharf | None = None
         self._words: Words | None = None
         self._card: Card | None = None
         self._sent: set[str] = set()
@@ -53,14 +52,12 @@ class WorkerHalf:
         manifest = manifest_of(
             self._kv_cache_config, kv_caches, self._config, identity, version=__version__, conv_layout=get_conv_state_layout()
         )
-        words = Words(self._kv_cache_config.num_blocks, identity)
-        transport = NixlTransport(f"{engine}.{self._rank.ordinal}", self._options.nixl)
-        storages = [Storage(r.address, r.length, r.memory, r.device) for r in manifest.regions]
-        transport.register([*storages, words.storage])
-        self._card = Card(manifest, words.manifest, transport.metadata())
-        self._words = words
-        filler = _filler(manifest, kv_caches)
-        self._ferry = Ferry(transport, words, self._rank.ordinal, filler, tended=not transport.progresses)
+        name = f"{engine}.{self._rank.ordinal}"
+        wharf = Wharf(name, manifest, self._options, self._kv_cache_config.num_blocks, identity)
+        self._card = Card(manifest, wharf.words.manifest, wharf.transport.metadata())
+        self._wharf, self._words = wharf, wharf.words
+        filler = wharf.filler(kv_caches)
+        self._ferry = Ferry(wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended)
         self._ferry.start()
 
     @property
@@ -114,22 +111,6 @@ class WorkerHalf:
         if self._ferry is not None:
             self._ferry.close()
             self._ferry = None
-
-
-def _filler(manifest: Manifest, kv_caches: Mapping[str, torch.Tensor]) -> Any:
-    """Zeroes runs of the rank's regions, which are vLLM's storages seen as bytes."""
-    found: dict[int, torch.Tensor] = {}
-    for tensor in kv_caches.values():
-        storage = tensor.untyped_storage()
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        found.setdefault(storage.data_ptr(), flat)
-    flats = [found[region.address] for region in manifest.regions]
-    devices = {flat.device for flat in flats if flat.device.type == "cuda"}
-    memories: list[Bytes] = [flat.numpy() if flat.device.type == "cpu" else flat for flat in flats]
-
-    def fill(fills: Fills) -> None:
-        apply_fills(fills, memories)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-
-    return fill
+        if self._wharf is not None:
+            self._wharf.close()
+            self._wharf = None

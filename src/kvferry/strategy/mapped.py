@@ -1,0 +1,242 @@
+"""Reads out of memory that is mapped: the producer's storages are opened once, and a load is copied out of them by a mover.
+
+Whether memory can be mapped is found out by opening it. A peer that died is let go of soon, since whoever has a dead process's
+memory open keeps it from the process that is started in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta, Struct
+
+from kvferry.errors import TransportError
+from kvferry.manifest.schema import Address, Index, Offset, Region
+from kvferry.plan import Plan, Tiles
+from kvferry.strategy.movers import Mover, Opened, Ticket
+from kvferry.strategy.moves import Moves
+from kvferry.transport.contract import Path, State, Storage, Telemetry
+
+logger = logging.getLogger("kvferry.strategy")
+
+LOOK_S: Final = 1.0
+"""How often it is asked whether peers live: what a dead one leaves mapped is in the way of its successor."""
+
+
+class Token(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A storage, and what opens it."""
+
+    address: Address
+    length: Offset
+    memory: Literal["dram", "vram"]
+    device: Index
+    token: Annotated[bytes, Meta(max_length=4096)]
+
+
+Tokens = Annotated[tuple[Token, ...], Meta(max_length=4096)]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A peer's storage in this process."""
+
+    token: Token
+    opened: Opened
+
+
+@dataclass(eq=False)
+class _Peer:
+    windows: tuple[_Window, ...]
+    reads: set[MappedRead] = field(default_factory=set)
+
+    @property
+    def alive(self) -> bool:
+        return all(window.opened.alive for window in self.windows)
+
+    def close(self) -> None:
+        for window in self.windows:
+            window.opened.close()
+
+
+@dataclass(frozen=True, eq=False)
+class MappedPrepared:
+    """A plan's edges from one source as tables that a mover holds; `owner` is the peer as it was when they were made."""
+
+    peer: str
+    rows: int
+    moves: Moves
+    mover: Mover
+    held: Any
+    owner: _Peer
+
+
+@dataclass(eq=False)
+class MappedRead:
+    peer: str
+    ticket: Ticket
+    runs: int
+    size: int
+    posting_s: float
+    notification: bytes = b""
+    state: State = State.RUNNING
+    error: str = ""
+
+
+class Mapped:
+    """This process's storages as others map them, and theirs as they are mapped here."""
+
+    def __init__(self, movers: Sequence[Mover], clock: Callable[[], float] = time.monotonic) -> None:
+        self._movers = {mover.memory: mover for mover in movers}
+        self._clock = clock
+        self._storages: list[Storage] = []
+        self._peers: dict[str, _Peer] = {}
+        self._leaving: list[_Peer] = []
+        self._looked = clock()
+
+    def register(self, storages: Sequence[Storage]) -> tuple[Token, ...]:
+        """What opens the storages elsewhere; raises TransportError where one of them cannot be mapped."""
+        self._storages += storages
+        return tuple(Token(s.address, s.length, s.memory, s.device, self._mover(s.memory).export(s)) for s in storages)
+
+    def _mover(self, memory: Literal["dram", "vram"]) -> Mover:
+        if memory not in self._movers:
+            raise TransportError(f"nothing here maps {memory}")
+        return self._movers[memory]
+
+    def connect(self, name: str, tokens: Sequence[Token]) -> None:
+        """Open all of a peer's storages, or none: raises TransportError with the reason."""
+        if name in self._peers:
+            return
+        windows: list[_Window] = []
+        try:
+            for token in tokens:
+                windows.append(_Window(token, self._mover(token.memory).open(token.token, token.length)))  # noqa: PERF401
+        except TransportError:
+            _Peer(tuple(windows)).close()
+            raise
+        self._peers[name] = _Peer(tuple(windows))
+
+    def connected(self, name: str) -> bool:
+        return name in self._peers
+
+    def prepare(self, plan: Plan, source: int, name: str) -> MappedPrepared:
+        peer = self._known(name)
+        theirs, ours = plan.sources[source].regions, plan.consumer.regions
+        kinds = {region.memory for region in (*theirs, *ours)}
+        if len(kinds) > 1:
+            raise TransportError(f"peer {name}: its memory and this end's are of different kinds ({', '.join(sorted(kinds))})")
+        moves = Moves(
+            plan,
+            source,
+            lambda index: _mapped(theirs[index], peer.windows, name),
+            lambda index: _own(ours[index], self._storages),
+        )
+        mover = self._mover(kinds.pop() if kinds else "dram")
+        return MappedPrepared(name, len(moves.pieces), moves, mover, mover.prepare(moves), peer)
+
+    def read(self, prepared: MappedPrepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> MappedRead:
+        peer = self._known(prepared.peer)
+        if peer is not prepared.owner:
+            raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
+        if not peer.alive:
+            raise TransportError(f"peer {prepared.peer} is gone: its process has ended")
+        began = self._clock()
+        bound = prepared.moves.bind(tiles)
+        ticket = prepared.mover.start(prepared.held, bound)
+        read = MappedRead(prepared.peer, ticket, bound.runs, bound.bytes, self._clock() - began, notification)
+        peer.reads.add(read)
+        return read
+
+    def _known(self, name: str) -> _Peer:
+        peer = self._peers.get(name)
+        if peer is None:
+            raise TransportError(f"peer {name} is not connected; connect with its metadata first")
+        return peer
+
+    def poll(self, read: MappedRead) -> State:
+        if read.state is State.RUNNING and read.ticket.done:
+            if read.ticket.moved == read.size:
+                read.state = State.DONE
+            else:
+                self._fail(read, f"{read.ticket.moved:,} bytes of {read.size:,} were copied; report this with both manifests")
+        return read.state
+
+    def _fail(self, read: MappedRead, reason: str) -> None:
+        read.state, read.error = State.FAILED, f"peer {read.peer}: {reason}"
+
+    def telemetry(self, read: MappedRead) -> Telemetry:
+        if read.state is not State.DONE:
+            raise TransportError(f"peer {read.peer}: telemetry is of a read that is done; this one is {read.state.value}")
+        return Telemetry(read.ticket.moved, read.runs, read.posting_s, read.ticket.seconds)
+
+    def release(self, read: MappedRead) -> bool:
+        if read.state is State.RUNNING:
+            self._fail(read, "the read was given up here")
+        if not read.ticket.done:
+            return False
+        for peer in (*self._peers.values(), *self._leaving):
+            peer.reads.discard(read)
+        self._close_idle()
+        return True
+
+    def path(self, name: str) -> Path:
+        kinds = {window.token.memory for window in self._known(name).windows}
+        return Path("mapped device memory" if "vram" in kinds else "mapped memory")
+
+    def look(self) -> list[str]:
+        """Let go of peers that have died, now and then; returns their names."""
+        if not self._peers or self._clock() - self._looked < LOOK_S:
+            return []
+        self._looked = self._clock()
+        gone = [name for name, peer in self._peers.items() if not peer.alive]
+        for name in gone:
+            logger.info("peer %a has ended; its memory is no longer mapped here", name)
+            self.forget(name)
+        return gone
+
+    def forget(self, name: str) -> None:
+        """Fails the peer's reads; its memory is closed once none of them can still be copying."""
+        peer = self._peers.pop(name, None)
+        if peer is None:
+            return
+        for read in peer.reads:
+            if read.state is State.RUNNING:
+                self._fail(read, "it was forgotten here")
+        self._leaving.append(peer)
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        for peer in [p for p in self._leaving if all(read.ticket.done for read in p.reads)]:
+            self._leaving.remove(peer)
+            try:
+                peer.close()
+            except TransportError as error:
+                logger.warning("memory of a peer stays mapped: %s", error)
+
+    def close(self) -> None:
+        for name in tuple(self._peers):
+            self.forget(name)
+        while self._leaving:
+            time.sleep(0.001)
+            self._close_idle()
+
+
+def _mapped(region: Region, windows: Sequence[_Window], name: str) -> int:
+    for window in windows:
+        token = window.token
+        offset = region.address - token.address
+        inside = offset >= 0 and offset + region.length <= token.length
+        if inside and (token.memory, token.device) == (region.memory, region.device):
+            return window.opened.address + offset
+    raise TransportError(f"peer {name}: region {region.name} lies in no storage that it lets others map")
+
+
+def _own(region: Region, storages: Sequence[Storage]) -> int:
+    for storage in storages:
+        if storage.address <= region.address and region.address + region.length <= storage.address + storage.length:
+            return region.address
+    raise TransportError(f"region {region.name} lies in no registered storage; register it before metadata() is exported")

@@ -1,0 +1,164 @@
+"""Host memory that other processes of this machine can map, and that tells them when its owner has died.
+
+It is a file in memory that only the owner's user can open. Its first bytes are a number drawn at random, so that a file of the
+same name on another machine is not taken for it; its owner holds a lock on it for as long as it lives.
+
+The lock belongs to an opening of the file that is never mapped and that forked children close: whoever inherits a mapping, or
+the descriptor, would keep the lock of a dead owner. Only a child that is forked behind Python's back, and that runs nothing
+else, still does; then a dead owner is taken for alive until that child ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import TransportError
+
+FOLDER: Final = Path("/dev/shm")
+HEADER: Final = 4096
+NONCE: Final = 16
+
+_NAME: Final = re.compile(r"kvferry-[0-9a-f]{32}")
+_TO_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Anybody may put anything there: a link, or a pipe that nobody writes to."""
+
+Memory = npt.NDArray[np.uint8]
+
+
+class SharedBytes:
+    """`length` bytes of zeros, at `address`; other processes open them by `name` and `nonce`."""
+
+    def __init__(self, length: int) -> None:
+        for path in FOLDER.glob("kvferry-*"):
+            _sweep(path)
+        self.name, self.nonce, self.length, self._lock = "", secrets.token_bytes(NONCE), length, -1
+        try:
+            self.name, self._lock = _locked()
+            self._map = _reserved(FOLDER / self.name, HEADER + length)
+        except OSError as error:
+            self.close()
+            raise TransportError(f"no memory can be shared with other processes in {FOLDER}: {error}") from error
+        self._map[:NONCE] = self.nonce
+        self.bytes: Memory = np.frombuffer(self._map, np.uint8, length, HEADER)
+        _own.add(self)
+
+    @property
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+    def close(self) -> None:
+        """Give the name and the lock back; the memory stays while arrays of it are in use."""
+        if self._lock >= 0:
+            (FOLDER / self.name).unlink(missing_ok=True)
+            self.disown()
+
+    def disown(self) -> None:
+        """Leave the memory to another process that holds the same lock; this one's death then says nothing of it."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class OpenedBytes:
+    """Another process's SharedBytes, to be read."""
+
+    def __init__(self, name: str, nonce: bytes, length: int) -> None:
+        if not _NAME.fullmatch(name):
+            raise TransportError(f"{name!a} is no name of shared memory")
+        self._file = -1
+        try:
+            self._file = os.open(FOLDER / name, _TO_READ)
+            found = os.fstat(self._file)
+            if not _ours(found) or found.st_size != HEADER + length:
+                raise TransportError(f"shared memory {name} is of another user or size")
+            self._map = mmap.mmap(self._file, HEADER + length, access=mmap.ACCESS_READ)
+            if self._map[:NONCE] != nonce:
+                raise TransportError(f"shared memory {name} is another one than the peer's")
+        except OSError as error:
+            self.close()
+            raise TransportError(f"its shared memory {name} cannot be opened here: {error.strerror}") from error
+        except TransportError:
+            self.close()
+            raise
+        self.bytes: Memory = np.frombuffer(self._map, np.uint8, length, HEADER)
+
+    @property
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner still holds its lock."""
+        if self._file < 0:
+            return False
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        return False
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+_own: Final[WeakSet[SharedBytes]] = WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    for shared in tuple(_own):
+        shared.disown()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+def _ours(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _locked() -> tuple[str, int]:
+    """A new file, and a lock on it; one that was swept before it was locked is made again."""
+    while True:
+        name = f"kvferry-{secrets.token_hex(16)}"
+        lock = os.open(FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            return name, lock
+        os.close(lock)
+
+
+def _reserved(path: Path, length: int) -> mmap.mmap:
+    """A file's first bytes, mapped; there is room for all of them, since whoever touches one that has none is killed."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(file, 0, length)
+        return mmap.mmap(file, length)
+    finally:
+        os.close(file)
+
+
+def _sweep(path: Path) -> None:
+    """Remove a file of this user whose owner has died; meanwhile nobody can lock it."""
+    with suppress(OSError):
+        file = os.open(path, _TO_READ)
+        try:
+            if _ours(os.fstat(file)) and _NAME.fullmatch(path.name):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(file)

@@ -1,0 +1,128 @@
+"""The kernels as Triton's interpreter runs them, in a process that was started for it: prints one line of JSON per case.
+
+The interpreter must be chosen before Triton is imported; what a kernel does to memory is then done by NumPy, index by index.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    sys.exit("start this with TRITON_INTERPRET=1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from drawn_moves import Guarded, drawn, seeded
+from kvferry.plan import Binder, Fleet, make_plans
+from kvferry.strategy import kernel
+from kvferry.strategy.moves import Bound, Moves
+from transport_peer import allocated
+from transport_suite import Case, model_case
+
+PAIRS = [
+    ("tp=1", "tp=1"),
+    ("tp=2", "tp=3"),
+    ("tp=2,conv=sd", "tp=4"),
+    ("tp=1,layout=token", "tp=2"),
+    ("tp=1,pool=block", "tp=2,kv=separate"),
+    ("pp=2", "tp=2"),
+]
+PROGRAMS = (1, 3, 32)
+SEEDS = range(32)
+
+
+def launched(moves: Moves, bound: Bound, programs: int) -> int:
+    """One load by so many programs; bytes, as the kernels counted them."""
+    pieces, table = torch.from_numpy(moves.pieces), torch.from_numpy(bound.table)
+    moved = 0
+    for launch in bound.launches:
+        counts = torch.full((programs,), -1, dtype=torch.int64)
+        kernel.launch(programs, pieces, table, launch.at, launch.jobs, counts, launch.form)
+        moved += int(counts.sum())
+    return moved
+
+
+def of_model(case: Case, programs: int) -> dict[str, object]:
+    """All ranks of a model's request, against the copies that binding spells out."""
+    there, here = allocated(case.producers, 1), allocated(case.consumers, 2)
+    plans = make_plans([rank.manifest for rank in here], Fleet([rank.manifest for rank in there]))
+    by_rank = {rank.manifest.identity.rank: rank for rank in there}
+    differing, counted, planned, forms = 0, 0, 0, set()
+    for rank, plan in zip(here, plans, strict=True):
+        guarded = [Guarded(len(buffer), 0, (3, i)) for i, buffer in enumerate(rank.buffers)]
+        for region, buffer in zip(guarded, rank.buffers, strict=True):
+            region.bytes[:] = buffer
+        want = [region.whole.copy() for region in guarded]
+        binder = Binder(plan)
+        tiles = binder.tiles(case.request)
+        for number, copies in enumerate(binder.bind(case.request).copies):
+            source = by_rank[plan.sources[number].identity.rank]
+            columns = (copies.src_region, copies.src_offset, copies.dst_region, copies.dst_offset, copies.length)
+            for sr, so, dr, do, n in zip(*(c.tolist() for c in columns), strict=True):
+                at = guarded[dr].start + do
+                want[dr][at : at + n] = source.buffers[sr][so : so + n]
+            moves = Moves(
+                plan,
+                number,
+                lambda i, of=source: of.manifest.regions[i].address,  # type: ignore[misc]
+                lambda i, of=guarded: of[i].address,  # type: ignore[misc]
+            )
+            counted += launched(moves, moves.bind(tiles), programs)
+            planned += copies.bytes
+            forms |= {(form.unit, form.columns) for form in moves.forms}
+        differing += sum(int((region.whole != w).sum()) for region, w in zip(guarded, want, strict=True))
+    return {"differing": differing, "counted": counted, "planned": planned, "forms": sorted(forms)}
+
+
+def of_seed(seed: int) -> dict[str, object]:
+    """A drawn plan, source by source, against its runs one by one."""
+    choose = seeded(seed)
+    made, programs = drawn(choose, seed), choose((1, 2, 7, 32))
+    differing, counted, planned, forms, read = 0, 0, 0, set(), []
+    for source in range(len(made.plan.sources)):
+        read.append(source)
+        want = made.expected(*read)
+        moves = made.moves(source)
+        counted += launched(moves, moves.bind(made.tiles), programs)
+        planned += made.bytes(source)
+        forms |= {(form.unit, form.columns) for form in moves.forms}
+        differing += sum(int((region.whole != w).sum()) for region, w in zip(made.here, want, strict=True))
+    return {"differing": differing, "counted": counted, "planned": planned, "forms": sorted(forms)}
+
+
+def of_zeros(programs: int) -> dict[str, object]:
+    """Runs of all lengths and alignments, some next to each other."""
+    rng = np.random.default_rng(programs)
+    region = Guarded(40_000, 3, (programs,))
+    want = region.whole.copy()
+    at, runs = 0, []
+    for length in (1, 2, 15, 16, 17, 4095, 4096, 4097, 9000, *rng.integers(1, 300, 20).tolist()):
+        runs.append((region.address + at, length))
+        want[region.start + at : region.start + at + length] = 0
+        at += length + int(rng.integers(0, 5))
+    table = torch.from_numpy(np.array(runs, np.int64))
+    kernel.zero[(programs,)](table, len(runs), COLUMNS=4096)
+    return {"differing": int((region.whole != want).sum()), "counted": 0, "planned": 0, "forms": []}
+
+
+def cases() -> Iterator[tuple[str, dict[str, object]]]:
+    for number, (prefill, decode) in enumerate(PAIRS):
+        case = model_case("synthetic-12", prefill, decode)
+        for programs in PROGRAMS if not number else (3 + number,):
+            yield f"{prefill} to {decode} by {programs}", of_model(case, programs)
+    for seed in SEEDS:
+        yield f"drawn {seed}", of_seed(seed)
+    for programs in PROGRAMS:
+        yield f"zeros by {programs}", of_zeros(programs)
+
+
+if __name__ == "__main__":
+    for name, found in cases():
+        print(json.dumps({"case": name, **found}), flush=True)
