@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from kvferry.errors import TransportError
 from kvferry.plan import Binder, Fleet, make_plans
 from kvferry.strategy import HostMover, Mapped, SharedBytes, Strategies
+from kvferry.strategy.choose import CARRIER
 from kvferry.strategy.mapped import LOOK_S
 from kvferry.strategy.movers import Opened, Over, Ticket
 from kvferry.strategy.moves import Bound, Moves
 from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, State, Storage
+from kvferry.transport.metadata import decode_metadata, encode_metadata
 from transport_peer import PeerProcess, Rank, allocated, shared
 from transport_suite import Case, Crossing, MappedWharf, crossing, dense_case, finish, start, until
 
@@ -211,3 +213,25 @@ def test_storages_of_which_one_cannot_be_mapped_are_all_read_by_descriptors():
     mover.exports = True
     made.source.register([Storage(made.made.sources[0].storages[0].address, 8)])
     assert made.path() == "plain memory"
+
+
+def test_a_peer_that_is_mapped_and_sends_other_metadata_is_refused_until_it_is_forgotten():
+    made = pair([FakeMover()], [FakeMover()])
+    name = made.connect()
+    made.source.register([Storage(made.made.sources[0].storages[0].address, 8)])
+    with pytest.raises(TransportError, match=f"peer {name} is connected with other metadata; forget it"):
+        made.connect()
+    made.target.forget(name)
+    assert made.path() == "mapped memory"
+
+
+def test_a_peer_whose_transport_is_another_one_is_not_told_anything():
+    made = pair([FakeMover()], [FakeMover()])
+    stranger = InProcessTransport("q", made.harbour)
+    envelope = decode_metadata(made.source.metadata(), CARRIER)
+    ways = msgspec.msgpack.decode(envelope.blob)
+    forged = msgspec.structs.replace(envelope, blob=msgspec.msgpack.encode((stranger.metadata(), ways[1])))
+    name = made.target.connect(encode_metadata(forged))
+    with pytest.raises(TransportError, match=f"peer {name} sends metadata of {stranger.name}"):
+        made.target.notify(name, b"ahoy")
+    assert stranger.notifications() == []
