@@ -235,3 +235,21 @@ def test_a_peer_whose_transport_is_another_one_is_not_told_anything():
     with pytest.raises(TransportError, match=f"peer {name} sends metadata of {stranger.name}"):
         made.target.notify(name, b"ahoy")
     assert stranger.notifications() == []
+
+
+def test_a_plan_that_cannot_be_mapped_is_read_by_descriptors(caplog):
+    """The peer said less of its memory than the plan reads."""
+    made = pair([FakeMover()], [FakeMover()])
+    envelope = decode_metadata(made.source.metadata(), CARRIER)
+    direct, tokens = msgspec.msgpack.decode(envelope.blob)
+    less = msgspec.structs.replace(envelope, blob=msgspec.msgpack.encode((direct, tokens[:1])))
+    name = made.target.connect(encode_metadata(less))
+    with caplog.at_level(logging.INFO, "kvferry.strategy"):
+        read = made.target.read(made.target.prepare(made.plan, 0, name), made.tiles, b"done")
+    assert "lies in no storage that it lets others map): it is read by descriptors" in caplog.text
+    assert finish(made.target, read) is State.DONE
+    assert made.made.differing() == 0
+    assert made.source.notifications() == [(made.target.name, b"done")]
+    made.target.forget(name)
+    with pytest.raises(TransportError, match="not connected"):
+        made.target.prepare(made.plan, 0, name)

@@ -96,12 +96,14 @@ class Strategies:
             self._said.add(words)
             logger.info("%s", words)
 
-    def _is_mapped(self, name: str) -> bool:
-        return self._mapped is not None and self._mapped.connected(name)
-
     def prepare(self, plan: Plan, source: int, peer: str) -> Prepared:
-        if self._mapped is not None and self._is_mapped(peer):
-            return self._mapped.prepare(plan, source, peer)
+        """Mapped, where the peer is and the plan can be; what cannot is the transport's, to carry or to refuse."""
+        if self._mapped is not None and self._mapped.connected(peer):
+            try:
+                return self._mapped.prepare(plan, source, peer)
+            except TransportError as error:
+                self._say(f"a plan that reads peer {peer} cannot be mapped ({error}): it is read by descriptors")
+                self._reach(peer)
         return self._direct.prepare(plan, source, peer)
 
     def read(self, prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> Read:
@@ -144,7 +146,7 @@ class Strategies:
         return self._direct.notifications()
 
     def path(self, peer: str) -> Path:
-        if self._mapped is not None and self._is_mapped(peer):
+        if self._mapped is not None and self._mapped.connected(peer):
             return self._mapped.path(peer)
         return self._direct.path(peer)
 
