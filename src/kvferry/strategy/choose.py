@@ -115,10 +115,12 @@ class Strategies:
         if self._mapped is None or not isinstance(read, MappedRead):
             return self._direct.poll(read)
         before = read.state
-        state = self._mapped.poll(read)
-        if state is State.DONE and before is State.RUNNING and read.notification:
-            self.notify(read.peer, read.notification)
-        return state
+        if self._mapped.poll(read) is State.DONE and before is State.RUNNING and read.notification:
+            try:
+                self.notify(read.peer, read.notification)
+            except TransportError as error:
+                read.fail(f"all bytes arrived, but it cannot be notified: {error}")
+        return read.state
 
     def telemetry(self, read: Read) -> Telemetry:
         if self._mapped is None or not isinstance(read, MappedRead):

@@ -85,6 +85,9 @@ class MappedRead:
     state: State = State.RUNNING
     error: str = ""
 
+    def fail(self, reason: str) -> None:
+        self.state, self.error = State.FAILED, f"peer {self.peer}: {reason}"
+
 
 class Mapped:
     """This process's storages as others map them, and theirs as they are mapped here."""
@@ -162,11 +165,8 @@ class Mapped:
             if read.ticket.moved == read.size:
                 read.state = State.DONE
             else:
-                self._fail(read, f"{read.ticket.moved:,} bytes of {read.size:,} were copied; report this with both manifests")
+                read.fail(f"{read.ticket.moved:,} bytes of {read.size:,} were copied; report this with both manifests")
         return read.state
-
-    def _fail(self, read: MappedRead, reason: str) -> None:
-        read.state, read.error = State.FAILED, f"peer {read.peer}: {reason}"
 
     def telemetry(self, read: MappedRead) -> Telemetry:
         if read.state is not State.DONE:
@@ -175,7 +175,7 @@ class Mapped:
 
     def release(self, read: MappedRead) -> bool:
         if read.state is State.RUNNING:
-            self._fail(read, "the read was given up here")
+            read.fail("the read was given up here")
         if not read.ticket.done:
             return False
         for peer in (*self._peers.values(), *self._leaving):
@@ -205,7 +205,7 @@ class Mapped:
             return
         for read in peer.reads:
             if read.state is State.RUNNING:
-                self._fail(read, "it was forgotten here")
+                read.fail("it was forgotten here")
         self._leaving.append(peer)
         self._close_idle()
 
