@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
@@ -59,7 +60,10 @@ class _Peer:
 
     def close(self) -> None:
         for window in self.windows:
-            window.opened.close()
+            try:
+                window.opened.close()
+            except TransportError as error:
+                logger.warning("memory of a peer stays mapped: %s", error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +119,11 @@ class Mapped:
         if name in self._peers:
             return
         windows: list[_Window] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(lambda: _Peer(tuple(windows)).close())
             for token in tokens:
                 windows.append(_Window(token, self._mover(token.memory).open(token.token, token.length)))  # noqa: PERF401
-        except TransportError:
-            _Peer(tuple(windows)).close()
-            raise
+            undo.pop_all()
         self._peers[name] = _Peer(tuple(windows))
 
     def connected(self, name: str) -> bool:
@@ -212,10 +215,7 @@ class Mapped:
     def _close_idle(self) -> None:
         for peer in [p for p in self._leaving if all(read.ticket.done for read in p.reads)]:
             self._leaving.remove(peer)
-            try:
-                peer.close()
-            except TransportError as error:
-                logger.warning("memory of a peer stays mapped: %s", error)
+            peer.close()
 
     def close(self) -> None:
         for name in tuple(self._peers):
