@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
-from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead, Token, Tokens
+from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead, PeerGoneError, Token, Tokens
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport
 from kvferry.transport.metadata import Metadata, decode_metadata, encode_metadata, this_host
 
@@ -84,6 +84,8 @@ class Strategies:
         if self._mapped is not None and ways.tokens:
             try:
                 self._mapped.connect(found.name, ways.tokens)
+            except PeerGoneError:
+                raise
             except TransportError as error:
                 self._say(f"memory of peer {found.name} cannot be mapped ({error}): it is read by descriptors")
             else:

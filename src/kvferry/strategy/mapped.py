@@ -41,6 +41,13 @@ class Token(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 Tokens = Annotated[tuple[Token, ...], Meta(max_length=4096)]
 
 
+class PeerGoneError(TransportError):
+    """Its memory may still be there, and nothing else: there is no other way to read it."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(f"peer {peer} is gone: its process has ended")
+
+
 @dataclass(frozen=True)
 class _Window:
     """A peer's storage in this process."""
@@ -115,7 +122,7 @@ class Mapped:
         return self._movers[memory]
 
     def connect(self, name: str, tokens: Sequence[Token]) -> None:
-        """Open all of a peer's storages, or none: raises TransportError with the reason."""
+        """Open all of a peer's storages, or none: raises TransportError with the reason, PeerGoneError where it has died."""
         if name in self._peers:
             return
         windows: list[_Window] = []
@@ -123,8 +130,11 @@ class Mapped:
             undo.callback(lambda: _Peer(tuple(windows)).close())
             for token in tokens:
                 windows.append(_Window(token, self._mover(token.memory).open(token.token, token.length)))  # noqa: PERF401
+            peer = _Peer(tuple(windows))
+            if not peer.alive:
+                raise PeerGoneError(name)
             undo.pop_all()
-        self._peers[name] = _Peer(tuple(windows))
+        self._peers[name] = peer
 
     def connected(self, name: str) -> bool:
         return name in self._peers
@@ -149,7 +159,7 @@ class Mapped:
         if peer is not prepared.owner:
             raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
         if not peer.alive:
-            raise TransportError(f"peer {prepared.peer} is gone: its process has ended")
+            raise PeerGoneError(prepared.peer)
         began = self._clock()
         bound = prepared.moves.bind(tiles)
         ticket = prepared.mover.start(prepared.held, bound)
@@ -192,6 +202,7 @@ class Mapped:
 
     def look(self) -> list[str]:
         """Let go of peers that have died, now and then; returns their names."""
+        self._close_idle()
         if not self._peers or self._clock() - self._looked < LOOK_S:
             return []
         self._looked = self._clock()
