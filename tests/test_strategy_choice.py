@@ -19,7 +19,7 @@ from kvferry.errors import TransportError
 from kvferry.plan import Binder, Fleet, make_plans
 from kvferry.strategy import HostMover, Mapped, SharedBytes, Strategies
 from kvferry.strategy.choose import CARRIER
-from kvferry.strategy.mapped import LOOK_S
+from kvferry.strategy.mapped import LOOK_S, PeerGoneError, Token
 from kvferry.strategy.movers import Opened, Over, Ticket
 from kvferry.strategy.moves import Bound, Moves
 from kvferry.strided import Ints
@@ -359,7 +359,7 @@ def test_a_peer_that_has_died_is_not_read_and_let_go_of_within_the_interval(capl
         made.target.notifications()
     assert all(window.closed for window in mover.windows)
     assert caplog.text.count("has ended; its memory is no longer mapped here") == 1
-    with pytest.raises(TransportError, match="not connected"):
+    with pytest.raises(TransportError, match="is gone: its process has ended"):
         made.target.read(prepared, made.tiles)
 
 
@@ -371,6 +371,7 @@ def test_what_is_under_way_from_a_peer_that_has_died_is_kept_until_it_is_over():
     made.clock.now = LOOK_S
     made.target.notifications()
     assert made.target.poll(read) is State.FAILED
+    assert "its process has ended" in read.error
     assert not made.target.release(read)
     assert not any(window.closed for window in mover.windows)
     mover.tickets[0].done = True
@@ -394,6 +395,25 @@ def test_a_peer_that_is_dead_when_it_is_connected_is_an_error_and_stays_unmapped
     assert mover.windows
     assert all(window.closed for window in mover.windows)
     assert not made.direct._peers
+
+
+def test_a_dead_process_is_told_from_device_memory_that_cannot_be_opened():
+    host, device = FakeMover(), FakeMover("vram", opens=lambda number: False)
+    tokens = [Token(0, 8, "vram", 0, b""), Token(8, 8, "dram", 0, msgspec.msgpack.encode(8))]
+    mapped = Mapped([host, device])
+    with pytest.raises(TransportError, match="another device"):
+        mapped.connect("p", tokens)
+    opened = host.open
+
+    def dead(token: bytes, length: int) -> Opened:
+        opened(token, length)
+        host.windows[-1].alive = False
+        return host.windows[-1]
+
+    host.open = dead  # type: ignore[method-assign]
+    with pytest.raises(PeerGoneError, match="peer p is gone"):
+        mapped.connect("p", tokens)
+    assert [window.closed for window in host.windows] == [True, True]
 
 
 def test_closing_waits_for_copies_and_leaves_nothing_mapped():

@@ -55,11 +55,18 @@ class _Window:
     token: Token
     opened: Opened
 
+    def close(self) -> None:
+        try:
+            self.opened.close()
+        except TransportError as error:
+            logger.warning("memory of a peer stays mapped: %s", error)
+
 
 @dataclass(eq=False)
 class _Peer:
     windows: tuple[_Window, ...]
     reads: set[MappedRead] = field(default_factory=set)
+    gone: bool = False
 
     @property
     def alive(self) -> bool:
@@ -67,10 +74,7 @@ class _Peer:
 
     def close(self) -> None:
         for window in self.windows:
-            try:
-                window.opened.close()
-            except TransportError as error:
-                logger.warning("memory of a peer stays mapped: %s", error)
+            window.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,14 +131,13 @@ class Mapped:
             return
         windows: list[_Window] = []
         with ExitStack() as undo:
-            undo.callback(lambda: _Peer(tuple(windows)).close())
-            for token in tokens:
-                windows.append(_Window(token, self._mover(token.memory).open(token.token, token.length)))  # noqa: PERF401
-            peer = _Peer(tuple(windows))
-            if not peer.alive:
-                raise PeerGoneError(name)
+            for token in sorted(tokens, key=_tells_of_death):
+                windows.append(_Window(token, self._mover(token.memory).open(token.token, token.length)))
+                undo.callback(windows[-1].close)
+                if not windows[-1].opened.alive:
+                    raise PeerGoneError(name)
             undo.pop_all()
-        self._peers[name] = peer
+        self._peers[name] = _Peer(tuple(windows))
 
     def connected(self, name: str) -> bool:
         return name in self._peers
@@ -155,6 +158,8 @@ class Mapped:
         return MappedPrepared(name, len(moves.pieces), moves, mover, mover.prepare(moves), peer)
 
     def read(self, prepared: MappedPrepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> MappedRead:
+        if prepared.owner.gone:
+            raise PeerGoneError(prepared.peer)
         peer = self._known(prepared.peer)
         if peer is not prepared.owner:
             raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
@@ -209,17 +214,20 @@ class Mapped:
         gone = [name for name, peer in self._peers.items() if not peer.alive]
         for name in gone:
             logger.info("peer %a has ended; its memory is no longer mapped here", name)
-            self.forget(name)
+            self._peers[name].gone = True
+            self._drop(name, "its process has ended")
         return gone
 
     def forget(self, name: str) -> None:
         """Fails the peer's reads; its memory is closed once none of them can still be copying."""
-        peer = self._peers.pop(name, None)
-        if peer is None:
-            return
+        if name in self._peers:
+            self._drop(name, "it was forgotten here")
+
+    def _drop(self, name: str, reason: str) -> None:
+        peer = self._peers.pop(name)
         for read in peer.reads:
             if read.state is State.RUNNING:
-                read.fail("it was forgotten here")
+                read.fail(reason)
         self._leaving.append(peer)
         self._close_idle()
 
@@ -234,6 +242,11 @@ class Mapped:
         while self._leaving:
             time.sleep(0.001)
             self._close_idle()
+
+
+def _tells_of_death(token: Token) -> bool:
+    """First host memory, which tells whether its owner lives: of a dead process's device memory there is only an error."""
+    return token.memory != "dram"
 
 
 def _mapped(region: Region, windows: Sequence[_Window], name: str) -> int:
