@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
 from kvferry.plan import Binder, Fleet, make_plans
-from kvferry.strategy import HostMover, Mapped, SharedBytes, Strategies
+from kvferry.strategy import HostMover, Mapped, Strategies
 from kvferry.strategy.choose import CARRIER
 from kvferry.strategy.mapped import LOOK_S, PeerGoneError, Token
 from kvferry.strategy.movers import Opened, Over, Ticket
 from kvferry.strategy.moves import Bound, Moves
 from kvferry.strided import Ints
-from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, State, Storage
+from kvferry.transport import Harbour, InProcessTransport, State, Storage
 from kvferry.transport.metadata import decode_metadata, encode_metadata
-from transport_peer import PeerProcess, Rank, allocated, shared
-from transport_suite import Case, Crossing, MappedWharf, crossing, dense_case, finish, start, until
+from transport_peer import allocated
+from transport_suite import Case, Crossing, dense_case, finish
 
 
 @dataclass

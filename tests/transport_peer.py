@@ -79,7 +79,7 @@ class _Server:
             transport: Transport = NixlTransport(f"p{i}", options)
             if mapped:
                 mover = HostMover()
-                rank, memory = shared(rank)  # noqa: PLW2901
+                rank, memory = shared(rank)
                 mover.share(memory)
                 self.memories.append(memory)
                 transport = Strategies(transport, Mapped([mover]))
