@@ -13,7 +13,8 @@ from kvferry.manifest import Manifest
 from kvferry.plan import Fills
 from kvferry.session import Card, Ferry, Lease, Load, Meeting, Outcome, PeerKey, Producer, Welcome, Words, meet
 from kvferry.session.fills import zero
-from kvferry.transport import Harbour, InProcessTransport, Storage
+from kvferry.strategy import HostMover, Mapped, SharedBytes, Strategies
+from kvferry.transport import Harbour, InProcessTransport, Storage, Transport
 from kvferry.transport.faults import Fault
 from oracle import HOLE, Attention, Case, Group, Layer, Mamba2, Memory, Side, window
 from transport_peer import at_addresses
@@ -75,7 +76,8 @@ class Berth:
 
     manifest: Manifest
     words: Words
-    transport: InProcessTransport
+    transport: Transport
+    memories: list[SharedBytes] = field(default_factory=list)
 
     @property
     def card(self) -> Card:
@@ -157,10 +159,16 @@ def _one(of: Side, group: int, table: Sequence[int]) -> list[int] | int:
     return list(table) if tokens else table[0]
 
 
-def berths(world: oracle.World, manifests: Sequence[Manifest], harbour: Harbour, slots: int) -> list[Berth]:
+def berths(
+    world: oracle.World, manifests: Sequence[Manifest], harbour: Harbour, slots: int, mapped: bool = False
+) -> list[Berth]:
+    """`mapped`: in memory that others can map, caches and words alike."""
     out = []
     for manifest in manifests:
         memory = world.producers[place(manifest.identity.rank)]
+        if mapped:
+            out.append(_shared_berth(manifest, memory, harbour, slots))
+            continue
         placed = at_addresses(manifest, [b.ctypes.data for b in memory.buffers])
         words = Words(slots, manifest.identity)
         transport = InProcessTransport(f"p{manifest.identity.rank.ordinal}", harbour)
@@ -169,18 +177,33 @@ def berths(world: oracle.World, manifests: Sequence[Manifest], harbour: Harbour,
     return out
 
 
+def _shared_berth(manifest: Manifest, memory: oracle.RankMemory, harbour: Harbour, slots: int) -> Berth:
+    mover = HostMover()
+    memories = [SharedBytes(len(buffer)) for buffer in memory.buffers]
+    for shared, buffer in zip(memories, memory.buffers, strict=True):
+        shared.bytes[:] = buffer
+        mover.share(shared)
+    board = SharedBytes(Words.size(slots))
+    mover.share(board)
+    words = Words(slots, manifest.identity, board.bytes)
+    transport = Strategies(InProcessTransport(f"p{manifest.identity.rank.ordinal}", harbour), Mapped([mover]))
+    transport.register([*(Storage(shared.address, shared.length) for shared in memories if shared.length), words.storage])
+    return Berth(at_addresses(manifest, [shared.address for shared in memories]), words, transport, [*memories, board])
+
+
 def dock(
     of: Case,
     faults: Mapping[int, Sequence[Fault]] | None = None,
     slots: int = 8,
     landings: int = 8,
     warm: bool = True,
+    mapped: bool = False,
 ) -> Dock:
-    """`faults` are those of every consumer rank's first, second, ... read, but for those that warm its connections up where
-    that has happened already."""
+    """`faults` are those of every consumer rank's first, second, ... read over the transport, but for those that warm its
+    connections up where that has happened already; it carries nothing if all memory is `mapped`."""
     world, harbour, clock = oracle.build_world(of), Harbour(), Clock()
     producers, consumers = manifests_of(of)
-    there = berths(world, producers, harbour, slots)
+    there = berths(world, producers, harbour, slots, mapped)
     placed = []
     for manifest in consumers:
         buffers = world.consumers[place(manifest.identity.rank)].buffers
@@ -192,7 +215,8 @@ def dock(
         memory = world.consumers[place(manifest.identity.rank)]
         words = Words(landings, manifest.identity)
         end = InProcessTransport(f"d{ordinal}", harbour, timeout_s=TIMEOUT_S, clock=clock)
-        end.register([*(Storage(b.ctypes.data, b.nbytes) for b in memory.buffers if b.nbytes), words.storage])
+        carrier = Strategies(end, Mapped([HostMover()], clock)) if mapped else end
+        carrier.register([*(Storage(b.ctypes.data, b.nbytes) for b in memory.buffers if b.nbytes), words.storage])
 
         def fill(fills: Fills, buffers: list[oracle.Bytes] = memory.buffers) -> None:
             out.filled.append(fills.bytes)
@@ -200,7 +224,7 @@ def dock(
                 mine = fills.region == region
                 zero(buffers[region], fills.offset[mine], fills.length[mine])
 
-        ferry = Ferry(end, words, ordinal, fill, PATIENCE_S, clock)
+        ferry = Ferry(carrier, words, ordinal, fill, PATIENCE_S, clock)
         ferry.meet(meeting)
         if warm:
             ferry.step()

@@ -13,10 +13,13 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.plan import Binder, Fleet, make_plans
 from kvferry.strategy import HostMover, Mapped, Strategies
+from kvferry.strategy.choose import CARRIER
+from kvferry.strategy.mapped import LOOK_S, PeerGoneError, Token
 from kvferry.strategy.movers import Opened, Over, Ticket
 from kvferry.strategy.moves import Bound, Moves
 from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State, Storage
+from kvferry.transport.metadata import decode_metadata, encode_metadata
 from transport_peer import allocated
 from transport_suite import Case, Crossing, dense_case, finish
 
@@ -205,3 +208,230 @@ def test_storages_of_which_one_cannot_be_mapped_are_all_read_by_descriptors():
     mover.exports = True
     made.source.register([Storage(made.made.sources[0].storages[0].address, 8)])
     assert made.path() == "plain memory"
+
+
+def test_a_peer_that_is_mapped_and_sends_other_metadata_is_refused_until_it_is_forgotten():
+    made = pair([FakeMover()], [FakeMover()])
+    name = made.connect()
+    made.source.register([Storage(made.made.sources[0].storages[0].address, 8)])
+    with pytest.raises(TransportError, match=f"peer {name} is connected with other metadata; forget it"):
+        made.connect()
+    made.target.forget(name)
+    assert made.path() == "mapped memory"
+
+
+def test_a_peer_whose_transport_is_another_one_is_not_told_anything():
+    made = pair([FakeMover()], [FakeMover()])
+    stranger = InProcessTransport("q", made.harbour)
+    envelope = decode_metadata(made.source.metadata(), CARRIER)
+    ways = msgspec.msgpack.decode(envelope.blob)
+    forged = msgspec.structs.replace(envelope, blob=msgspec.msgpack.encode((stranger.metadata(), ways[1])))
+    name = made.target.connect(encode_metadata(forged))
+    with pytest.raises(TransportError, match=f"peer {name} sends metadata of {stranger.name}"):
+        made.target.notify(name, b"ahoy")
+    assert stranger.notifications() == []
+
+
+def test_a_plan_that_cannot_be_mapped_is_read_by_descriptors(caplog):
+    """The peer said less of its memory than the plan reads."""
+    made = pair([FakeMover()], [FakeMover()])
+    envelope = decode_metadata(made.source.metadata(), CARRIER)
+    direct, tokens = msgspec.msgpack.decode(envelope.blob)
+    less = msgspec.structs.replace(envelope, blob=msgspec.msgpack.encode((direct, tokens[:1])))
+    name = made.target.connect(encode_metadata(less))
+    with caplog.at_level(logging.INFO, "kvferry.strategy"):
+        read = made.target.read(made.target.prepare(made.plan, 0, name), made.tiles, b"done")
+    assert "lies in no storage that it lets others map): it is read by descriptors" in caplog.text
+    assert finish(made.target, read) is State.DONE
+    assert made.made.differing() == 0
+    assert made.source.notifications() == [(made.target.name, b"done")]
+    made.target.forget(name)
+    with pytest.raises(TransportError, match="not connected"):
+        made.target.prepare(made.plan, 0, name)
+
+
+def test_a_notification_that_cannot_be_sent_fails_its_read():
+    made = pair([FakeMover()], [FakeMover()])
+    read = made.target.read(made.target.prepare(made.plan, 0, made.connect()), made.tiles, b"done")
+    made.harbour.kill(made.source.name)
+    assert made.target.poll(read) is State.FAILED
+    assert read.error.startswith(f"peer {made.source.name}: all bytes arrived, but it cannot be notified: ")
+    assert made.target.poll(read) is State.FAILED
+    assert made.target.release(read)
+
+
+def test_copies_that_counted_fewer_bytes_than_planned_fail_the_read():
+    made = pair([FakeMover()], [FakeMover(short=1)])
+    read = made.target.read(made.target.prepare(made.plan, 0, made.connect()), made.tiles, b"never")
+    assert made.target.poll(read) is State.FAILED
+    assert read.error == f"peer {made.source.name}: 24,575 bytes of 24,576 were copied; report this with both manifests"
+    with pytest.raises(TransportError, match="telemetry is of a read that is done; this one is failed"):
+        made.target.telemetry(read)
+    assert made.source.notifications() == []
+    assert made.target.release(read)
+
+
+def test_a_read_is_running_until_its_copies_are_over_and_then_done():
+    mover = FakeMover(late=True)
+    made = pair([FakeMover()], [mover])
+    read = made.target.read(made.target.prepare(made.plan, 0, made.connect()), made.tiles, b"done")
+    assert made.target.poll(read) is State.RUNNING
+    with pytest.raises(TransportError, match="this one is running"):
+        made.target.telemetry(read)
+    assert made.source.notifications() == []
+    mover.tickets[0].done = True
+    assert made.target.poll(read) is State.DONE
+    assert made.source.notifications() == [(made.target.name, b"done")]
+    assert made.target.poll(read) is State.DONE
+    assert made.source.notifications() == []
+    assert (made.target.telemetry(read).bytes, made.target.telemetry(read).wire_s) == (24576, 0.5)
+    assert made.target.release(read)
+
+
+def test_a_read_that_is_given_up_holds_its_destination_until_its_copies_are_over():
+    mover = FakeMover(late=True)
+    made = pair([FakeMover()], [mover])
+    read = made.target.read(made.target.prepare(made.plan, 0, made.connect()), made.tiles, b"never")
+    assert not made.target.release(read)
+    assert made.target.poll(read) is State.FAILED
+    assert "given up here" in read.error
+    assert not made.target.release(read)
+    mover.tickets[0].done = True
+    assert made.target.poll(read) is State.FAILED
+    assert made.target.release(read)
+    assert made.source.notifications() == []
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_memory_of_a_forgotten_peer_is_closed_when_no_copy_reads_it_any_more(released):
+    mover = FakeMover(late=True)
+    made = pair([FakeMover()], [mover])
+    prepared = made.target.prepare(made.plan, 0, made.connect())
+    reads = [made.target.read(prepared, made.tiles) for _ in range(2)]
+    made.target.forget(prepared.peer)
+    assert [made.target.poll(read) for read in reads] == [State.FAILED] * 2
+    assert all("forgotten here" in read.error for read in reads)
+    assert [made.target.release(read) for read in reads] == [False] * 2
+    assert made.path() == "mapped memory"
+    mover.tickets[0].done = True
+    assert made.target.release(reads[0])
+    assert not any(window.closed for window in mover.windows)
+    mover.tickets[1].done = True
+    if released:
+        assert made.target.release(reads[1])
+    else:
+        made.clock.now += LOOK_S
+        made.target.notifications()
+    assert [window.closed for window in mover.windows] == [True] * 3 + [False] * 3
+    made.target.close()
+    assert all(window.closed for window in mover.windows)
+
+
+def test_one_window_that_cannot_be_closed_keeps_no_other_open(caplog):
+    mover = FakeMover()
+    made = pair([FakeMover()], [mover])
+    name = made.connect()
+    mover.windows[0].close()
+    made.target.forget(name)
+    assert all(window.closed for window in mover.windows)
+    assert "memory of a peer stays mapped: closed twice" in caplog.text
+    assert made.path() == "mapped memory"
+
+
+def test_a_peer_that_has_died_is_not_read_and_let_go_of_within_the_interval(caplog):
+    mover = FakeMover()
+    made = pair([FakeMover()], [mover])
+    prepared = made.target.prepare(made.plan, 0, made.connect())
+    mover.windows[-1].alive = False
+    with pytest.raises(TransportError, match=f"peer {made.source.name} is gone: its process has ended"):
+        made.target.read(prepared, made.tiles)
+    made.clock.now = LOOK_S / 2
+    made.target.notifications()
+    assert not any(window.closed for window in mover.windows)
+    made.clock.now = LOOK_S
+    with caplog.at_level(logging.INFO, "kvferry.strategy"):
+        made.target.notifications()
+        made.target.notifications()
+    assert all(window.closed for window in mover.windows)
+    assert caplog.text.count("has ended; its memory is no longer mapped here") == 1
+    with pytest.raises(TransportError, match="is gone: its process has ended"):
+        made.target.read(prepared, made.tiles)
+
+
+def test_what_is_under_way_from_a_peer_that_has_died_is_kept_until_it_is_over():
+    mover = FakeMover(late=True)
+    made = pair([FakeMover()], [mover])
+    read = made.target.read(made.target.prepare(made.plan, 0, made.connect()), made.tiles)
+    mover.windows[0].alive = False
+    made.clock.now = LOOK_S
+    made.target.notifications()
+    assert made.target.poll(read) is State.FAILED
+    assert "its process has ended" in read.error
+    assert not made.target.release(read)
+    assert not any(window.closed for window in mover.windows)
+    mover.tickets[0].done = True
+    assert made.target.release(read)
+    assert all(window.closed for window in mover.windows)
+
+
+def test_a_peer_that_is_dead_when_it_is_connected_is_an_error_and_stays_unmapped():
+    mover = FakeMover()
+    made = pair([FakeMover()], [mover])
+    opened = mover.open
+
+    def dead(token: bytes, length: int) -> Opened:
+        opened(token, length)
+        mover.windows[-1].alive = False
+        return mover.windows[-1]
+
+    mover.open = dead  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match=f"peer {made.source.name} is gone: its process has ended"):
+        made.connect()
+    assert mover.windows
+    assert all(window.closed for window in mover.windows)
+    assert not made.direct._peers
+
+
+def test_a_dead_process_is_told_from_device_memory_that_cannot_be_opened():
+    host, device = FakeMover(), FakeMover("vram", opens=lambda number: False)
+    tokens = [Token(0, 8, "vram", 0, b""), Token(8, 8, "dram", 0, msgspec.msgpack.encode(8))]
+    mapped = Mapped([host, device])
+    with pytest.raises(TransportError, match="another device"):
+        mapped.connect("p", tokens)
+    opened = host.open
+
+    def dead(token: bytes, length: int) -> Opened:
+        opened(token, length)
+        host.windows[-1].alive = False
+        return host.windows[-1]
+
+    host.open = dead  # type: ignore[method-assign]
+    with pytest.raises(PeerGoneError, match="peer p is gone"):
+        mapped.connect("p", tokens)
+    assert [window.closed for window in host.windows] == [True, True]
+
+
+def test_closing_waits_for_copies_and_leaves_nothing_mapped():
+    mover = FakeMover(late=True)
+    made = pair([FakeMover()], [mover])
+    read = made.target.read(made.target.prepare(made.plan, 0, made.connect()), made.tiles)
+    mover.tickets[0].done = True
+    made.target.close()
+    assert made.target.release(read)
+    assert all(window.closed for window in mover.windows)
+
+
+def test_a_mover_that_fails_half_way_through_opening_leaves_nothing_open():
+    mover = FakeMover()
+    made = pair([FakeMover()], [mover])
+    opened = mover.open
+
+    def broken(token: bytes, length: int) -> Opened:
+        if len(mover.windows) == 2:
+            raise RuntimeError("an error of the device")
+        return opened(token, length)
+
+    mover.open = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        made.connect()
+    assert [window.closed for window in mover.windows] == [True, True]

@@ -101,7 +101,6 @@ def test_tables_keep_what_kernels_rely_on(data: st.DataObject) -> None:
     for source in range(len(made.plan.sources)):
         moves = made.moves(source)
         bound = moves.bind(made.tiles)
-        items = 0
         for launch in bound.launches:
             form, turn = launch.form, 0
             assert form in moves.forms
@@ -110,7 +109,6 @@ def test_tables_keep_what_kernels_rely_on(data: st.DataObject) -> None:
             for first, count, tiles, places, told in jobs.tolist():
                 assert told == turn
                 turn += -(-count * tiles // form.rows)
-                items += count * tiles
                 src, dst, length, *lanes = moves.pieces[first : first + count].T
                 narrower = [n for n in COLUMNS if n < form.columns]
                 assert (length <= form.columns).all()
@@ -119,7 +117,6 @@ def test_tables_keep_what_kernels_rely_on(data: st.DataObject) -> None:
                 for address, lane in zip((src, dst), lanes, strict=True):
                     at = bound.table[places + lane[:, None] * tiles + np.arange(tiles)]
                     assert not ((address[:, None] + at) % form.unit).any()
-        assert items == bound.items
         assert sum(launch.jobs for launch in bound.launches) * FIELDS <= bound.table.size
 
 
@@ -176,7 +173,7 @@ def test_a_run_longer_than_a_piece_is_cut(unit, extra):
     want = made.expected(0)
     moves = made.moves(0)
     assert len(moves.pieces) == 3 + bool(extra)
-    assert moved(moves, made.tiles).items == 2 * (3 + bool(extra))
+    assert moved(moves, made.tiles).runs == 2
     assert np.array_equal(made.here[0].whole, want[0])
 
 
@@ -186,7 +183,7 @@ def test_a_load_uploads_its_tiles_and_never_its_runs():
         found = [Run(0, 1024 * i, 0, 1024 * i, 512, (), 0, 1) for i in range(runs)]
         moves = Moves(plain(found, lanes, 64, 1 << 27), 0, lambda i: 1 << 30, lambda i: 1 << 31)
         bound = moves.bind(tiles_at(range(tiles), range(tiles)))
-        assert bound.items == runs * tiles
+        assert bound.runs == runs * tiles
         assert bound.bytes == 512 * runs * tiles
         return int(bound.table.size)
 
@@ -221,4 +218,4 @@ def test_a_load_of_nothing_launches_nothing(tiles):
     plan = plain([Run(0, 0, 0, 0, 16, (), 0, 0)], [Lane(16, ())], 4, 64)
     made = made_of(plan, tiles)
     bound = moved(made.moves(0), tiles)
-    assert (bound.bytes, bound.items, bound.launches) == (0, 0, ())
+    assert (bound.bytes, bound.runs, bound.launches) == (0, 0, ())

@@ -51,15 +51,15 @@ def opened(of: SharedBytes) -> OpenedBytes:
 
 def test_what_is_opened_is_the_same_memory_while_it_is_written(made):
     other = opened(made)
-    assert np.array_equal(other.bytes, made.bytes)
+    assert np.array_equal(other.view(), made.bytes)
     made.bytes[500] = 77
-    assert other.bytes[500] == 77
+    assert other.view()[500] == 77
     assert other.address != made.address
 
 
 def test_what_is_opened_cannot_be_written(made):
     with pytest.raises(ValueError, match="read-only"):
-        opened(made).bytes[0] = 1
+        opened(made).view()[0] = 1
 
 
 def test_an_owner_that_closes_is_gone_though_its_memory_is_still_in_use(made):
@@ -68,7 +68,7 @@ def test_an_owner_that_closes_is_gone_though_its_memory_is_still_in_use(made):
     made.close()
     made.close()
     assert not other.alive
-    assert np.array_equal(other.bytes, made.bytes)
+    assert np.array_equal(other.view(), made.bytes)
     with pytest.raises(TransportError, match="cannot be opened"):
         opened(made)
 
@@ -115,7 +115,7 @@ def test_an_owner_that_is_killed_is_seen_to_be_gone_and_swept():
     SharedBytes(8).close()
     assert not (shared.FOLDER / name).exists()
     assert (shared.FOLDER / alive.name).exists()
-    assert not other.bytes.any()
+    assert not other.view().any()
     alive.close()
 
 

@@ -67,7 +67,7 @@ def wharf(request: pytest.FixtureRequest) -> Iterator[Wharf]:
 
 @pytest.fixture(params=["in-process", "nixl"])
 def breakable(request: pytest.FixtureRequest) -> Iterator[Wharf]:
-    """A wharf whose producers may be stopped and killed, over a path that needs their help."""
+    """A wharf whose producers may be stopped and killed, over a path that needs their help; mapped memory does not."""
     if request.param == "in-process":
         yield InProcessWharf()
         return

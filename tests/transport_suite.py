@@ -223,8 +223,18 @@ class MappedWharf(NixlWharf):
     path = "mapped memory"
     merges = False
 
+    def __init__(self, peer: PeerProcess, ucx: dict[str, str] | None = None) -> None:
+        super().__init__(peer, ucx)
+        self._mapping: list[Strategies] = []
+
     def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> Transport:
-        return Strategies(super().consumer(window, timeout_s), Mapped([HostMover()]))
+        self._mapping.append(Strategies(super().consumer(window, timeout_s), Mapped([HostMover()])))
+        return self._mapping[-1]
+
+    def close(self) -> None:
+        for transport in self._mapping:
+            transport.close()
+        super().close()
 
 
 def crossing(wharf: Wharf, case: Case) -> Crossing:

@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvferry.errors import TransportError
-from kvferry.manifest.schema import Name
 from kvferry.plan import Plan, Tiles
-from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead, Token, Tokens
+from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead, PeerGoneError, Token, Tokens
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport
-from kvferry.transport.metadata import MAX_METADATA_BYTES
+from kvferry.transport.metadata import Metadata, decode_metadata, encode_metadata, this_host
 
 logger = logging.getLogger("kvferry.strategy")
 
 
-class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
+CARRIER: Final = "strategies"
+
+
+class _Ways(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How a rank can be read: over the transport, and, where `tokens` say how, by mapping its memory."""
 
-    name: Name
-    direct: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
+    direct: bytes
     tokens: Tokens = ()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A peer whose memory is mapped, and how the transport reaches it."""
+
+    digest: bytes
+    direct: bytes
 
 
 class Strategies:
@@ -37,7 +47,7 @@ class Strategies:
     def __init__(self, direct: Transport, mapped: Mapped | None = None) -> None:
         self._direct, self._mapped = direct, mapped
         self._tokens: list[Token] | None = []
-        self._metadata: dict[str, Metadata] = {}
+        self._known: dict[str, _Known] = {}
         self._said: set[str] = set()
 
     @property
@@ -59,34 +69,43 @@ class Strategies:
                 self._tokens += found
 
     def metadata(self) -> bytes:
-        tokens = tuple(self._tokens or ())
-        return msgspec.msgpack.encode(Metadata(self.name, self._direct.metadata(), tokens))
+        ways = _Ways(self._direct.metadata(), tuple(self._tokens or ()))
+        return encode_metadata(Metadata(CARRIER, self.name, this_host(), (), msgspec.msgpack.encode(ways)))
 
     def connect(self, metadata: bytes) -> str:
+        found = decode_metadata(metadata, CARRIER)
+        known = self._known.get(found.name)
+        if known is not None and known.digest != found.digest:
+            raise TransportError(f"peer {found.name} is connected with other metadata; forget it, then connect again")
         try:
-            found = msgspec.msgpack.decode(metadata, type=Metadata)
+            ways = msgspec.msgpack.decode(found.blob, type=_Ways)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-            raise TransportError(f"these {len(metadata):,} bytes are not a peer's metadata ({error}); fetch it again") from None
-        if self._mapped is not None and found.tokens:
+            raise TransportError(f"peer {found.name} does not say how it is read ({error}); fetch its metadata again") from None
+        if self._mapped is not None and ways.tokens:
             try:
-                self._mapped.connect(found.name, found.tokens)
-                self._metadata[found.name] = found
-                return found.name
+                self._mapped.connect(found.name, ways.tokens)
+            except PeerGoneError:
+                raise
             except TransportError as error:
                 self._say(f"memory of peer {found.name} cannot be mapped ({error}): it is read by descriptors")
-        return self._direct.connect(found.direct)
+            else:
+                self._known[found.name] = _Known(found.digest, ways.direct)
+                return found.name
+        return self._direct.connect(ways.direct)
 
     def _say(self, words: str) -> None:
         if words not in self._said:
             self._said.add(words)
             logger.info("%s", words)
 
-    def _is_mapped(self, name: str) -> bool:
-        return self._mapped is not None and self._mapped.connected(name)
-
     def prepare(self, plan: Plan, source: int, peer: str) -> Prepared:
-        if self._mapped is not None and self._is_mapped(peer):
-            return self._mapped.prepare(plan, source, peer)
+        """Mapped, where the peer is and the plan can be; what cannot is the transport's, to carry or to refuse."""
+        if self._mapped is not None and self._mapped.connected(peer):
+            try:
+                return self._mapped.prepare(plan, source, peer)
+            except TransportError as error:
+                self._say(f"a plan that reads peer {peer} cannot be mapped ({error}): it is read by descriptors")
+                self._reach(peer)
         return self._direct.prepare(plan, source, peer)
 
     def read(self, prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> Read:
@@ -98,10 +117,12 @@ class Strategies:
         if self._mapped is None or not isinstance(read, MappedRead):
             return self._direct.poll(read)
         before = read.state
-        state = self._mapped.poll(read)
-        if state is State.DONE and before is State.RUNNING and read.notification:
-            self.notify(read.peer, read.notification)
-        return state
+        if self._mapped.poll(read) is State.DONE and before is State.RUNNING and read.notification:
+            try:
+                self.notify(read.peer, read.notification)
+            except TransportError as error:
+                read.fail(f"all bytes arrived, but it cannot be notified: {error}")
+        return read.state
 
     def telemetry(self, read: Read) -> Telemetry:
         if self._mapped is None or not isinstance(read, MappedRead):
@@ -115,9 +136,13 @@ class Strategies:
 
     def notify(self, peer: str, message: bytes) -> None:
         """Over the transport, to which a mapped peer is connected when there is something to say."""
-        if peer in self._metadata:
-            self._direct.connect(self._metadata[peer].direct)
+        self._reach(peer)
         self._direct.notify(peer, message)
+
+    def _reach(self, peer: str) -> None:
+        known = self._known.get(peer)
+        if known is not None and (found := self._direct.connect(known.direct)) != peer:
+            raise TransportError(f"peer {peer} sends metadata of {found}; fetch its own")
 
     def notifications(self) -> list[tuple[str, bytes]]:
         for name in self._mapped.look() if self._mapped is not None else ():
@@ -125,7 +150,7 @@ class Strategies:
         return self._direct.notifications()
 
     def path(self, peer: str) -> Path:
-        if self._mapped is not None and self._is_mapped(peer):
+        if self._mapped is not None and self._mapped.connected(peer):
             return self._mapped.path(peer)
         return self._direct.path(peer)
 
@@ -135,7 +160,7 @@ class Strategies:
         self._leave(peer)
 
     def _leave(self, peer: str) -> None:
-        self._metadata.pop(peer, None)
+        self._known.pop(peer, None)
         self._direct.forget(peer)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
@@ -40,6 +41,13 @@ class Token(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 Tokens = Annotated[tuple[Token, ...], Meta(max_length=4096)]
 
 
+class PeerGoneError(TransportError):
+    """Its memory may still be there, and nothing else: there is no other way to read it."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(f"peer {peer} is gone: its process has ended")
+
+
 @dataclass(frozen=True)
 class _Window:
     """A peer's storage in this process."""
@@ -47,11 +55,18 @@ class _Window:
     token: Token
     opened: Opened
 
+    def close(self) -> None:
+        try:
+            self.opened.close()
+        except TransportError as error:
+            logger.warning("memory of a peer stays mapped: %s", error)
+
 
 @dataclass(eq=False)
 class _Peer:
     windows: tuple[_Window, ...]
     reads: set[MappedRead] = field(default_factory=set)
+    gone: bool = False
 
     @property
     def alive(self) -> bool:
@@ -59,7 +74,7 @@ class _Peer:
 
     def close(self) -> None:
         for window in self.windows:
-            window.opened.close()
+            window.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +100,9 @@ class MappedRead:
     state: State = State.RUNNING
     error: str = ""
 
+    def fail(self, reason: str) -> None:
+        self.state, self.error = State.FAILED, f"peer {self.peer}: {reason}"
+
 
 class Mapped:
     """This process's storages as others map them, and theirs as they are mapped here."""
@@ -108,16 +126,17 @@ class Mapped:
         return self._movers[memory]
 
     def connect(self, name: str, tokens: Sequence[Token]) -> None:
-        """Open all of a peer's storages, or none: raises TransportError with the reason."""
+        """Open all of a peer's storages, or none: raises TransportError with the reason, PeerGoneError where it has died."""
         if name in self._peers:
             return
         windows: list[_Window] = []
-        try:
-            for token in tokens:
-                windows.append(_Window(token, self._mover(token.memory).open(token.token, token.length)))  # noqa: PERF401
-        except TransportError:
-            _Peer(tuple(windows)).close()
-            raise
+        with ExitStack() as undo:
+            for token in sorted(tokens, key=_tells_of_death):
+                windows.append(_Window(token, self._mover(token.memory).open(token.token, token.length)))
+                undo.callback(windows[-1].close)
+                if not windows[-1].opened.alive:
+                    raise PeerGoneError(name)
+            undo.pop_all()
         self._peers[name] = _Peer(tuple(windows))
 
     def connected(self, name: str) -> bool:
@@ -139,11 +158,13 @@ class Mapped:
         return MappedPrepared(name, len(moves.pieces), moves, mover, mover.prepare(moves), peer)
 
     def read(self, prepared: MappedPrepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> MappedRead:
+        if prepared.owner.gone:
+            raise PeerGoneError(prepared.peer)
         peer = self._known(prepared.peer)
         if peer is not prepared.owner:
             raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
         if not peer.alive:
-            raise TransportError(f"peer {prepared.peer} is gone: its process has ended")
+            raise PeerGoneError(prepared.peer)
         began = self._clock()
         bound = prepared.moves.bind(tiles)
         ticket = prepared.mover.start(prepared.held, bound)
@@ -162,11 +183,8 @@ class Mapped:
             if read.ticket.moved == read.size:
                 read.state = State.DONE
             else:
-                self._fail(read, f"{read.ticket.moved:,} bytes of {read.size:,} were copied; report this with both manifests")
+                read.fail(f"{read.ticket.moved:,} bytes of {read.size:,} were copied; report this with both manifests")
         return read.state
-
-    def _fail(self, read: MappedRead, reason: str) -> None:
-        read.state, read.error = State.FAILED, f"peer {read.peer}: {reason}"
 
     def telemetry(self, read: MappedRead) -> Telemetry:
         if read.state is not State.DONE:
@@ -175,7 +193,7 @@ class Mapped:
 
     def release(self, read: MappedRead) -> bool:
         if read.state is State.RUNNING:
-            self._fail(read, "the read was given up here")
+            read.fail("the read was given up here")
         if not read.ticket.done:
             return False
         for peer in (*self._peers.values(), *self._leaving):
@@ -189,33 +207,34 @@ class Mapped:
 
     def look(self) -> list[str]:
         """Let go of peers that have died, now and then; returns their names."""
+        self._close_idle()
         if not self._peers or self._clock() - self._looked < LOOK_S:
             return []
         self._looked = self._clock()
         gone = [name for name, peer in self._peers.items() if not peer.alive]
         for name in gone:
             logger.info("peer %a has ended; its memory is no longer mapped here", name)
-            self.forget(name)
+            self._peers[name].gone = True
+            self._drop(name, "its process has ended")
         return gone
 
     def forget(self, name: str) -> None:
         """Fails the peer's reads; its memory is closed once none of them can still be copying."""
-        peer = self._peers.pop(name, None)
-        if peer is None:
-            return
+        if name in self._peers:
+            self._drop(name, "it was forgotten here")
+
+    def _drop(self, name: str, reason: str) -> None:
+        peer = self._peers.pop(name)
         for read in peer.reads:
             if read.state is State.RUNNING:
-                self._fail(read, "it was forgotten here")
+                read.fail(reason)
         self._leaving.append(peer)
         self._close_idle()
 
     def _close_idle(self) -> None:
         for peer in [p for p in self._leaving if all(read.ticket.done for read in p.reads)]:
             self._leaving.remove(peer)
-            try:
-                peer.close()
-            except TransportError as error:
-                logger.warning("memory of a peer stays mapped: %s", error)
+            peer.close()
 
     def close(self) -> None:
         for name in tuple(self._peers):
@@ -223,6 +242,11 @@ class Mapped:
         while self._leaving:
             time.sleep(0.001)
             self._close_idle()
+
+
+def _tells_of_death(token: Token) -> bool:
+    """First host memory, which tells whether its owner lives: of a dead process's device memory there is only an error."""
+    return token.memory != "dram"
 
 
 def _mapped(region: Region, windows: Sequence[_Window], name: str) -> int:

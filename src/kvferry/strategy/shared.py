@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 from weakref import WeakSet
@@ -77,26 +77,15 @@ class OpenedBytes:
     def __init__(self, name: str, nonce: bytes, length: int) -> None:
         if not _NAME.fullmatch(name):
             raise TransportError(f"{name!a} is no name of shared memory")
-        self._file = -1
         try:
-            self._file = os.open(FOLDER / name, _TO_READ)
-            found = os.fstat(self._file)
-            if not _ours(found) or found.st_size != HEADER + length:
-                raise TransportError(f"shared memory {name} is of another user or size")
-            self._map = mmap.mmap(self._file, HEADER + length, access=mmap.ACCESS_READ)
-            if self._map[:NONCE] != nonce:
-                raise TransportError(f"shared memory {name} is another one than the peer's")
+            self._file, self._map = _opened(name, nonce, HEADER + length)
         except OSError as error:
-            self.close()
             raise TransportError(f"its shared memory {name} cannot be opened here: {error.strerror}") from error
-        except TransportError:
-            self.close()
-            raise
-        self.bytes: Memory = np.frombuffer(self._map, np.uint8, length, HEADER)
+        self.length = length
+        self.address = int(self.view().ctypes.data)
 
-    @property
-    def address(self) -> int:
-        return int(self.bytes.ctypes.data)
+    def view(self) -> Memory:
+        return np.frombuffer(self._map, np.uint8, self.length, HEADER)
 
     @property
     def alive(self) -> bool:
@@ -111,6 +100,9 @@ class OpenedBytes:
         return False
 
     def close(self) -> None:
+        """Nothing may read at `address` from now on; arrays of the memory that are in use keep it."""
+        with suppress(BufferError):
+            self._map.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -150,6 +142,22 @@ def _reserved(path: Path, length: int) -> mmap.mmap:
         return mmap.mmap(file, length)
     finally:
         os.close(file)
+
+
+def _opened(name: str, nonce: bytes, length: int) -> tuple[int, mmap.mmap]:
+    """A file that is just what the peer says, and its bytes."""
+    with ExitStack() as undo:
+        file = os.open(FOLDER / name, _TO_READ)
+        undo.callback(os.close, file)
+        found = os.fstat(file)
+        if not _ours(found) or found.st_size != length:
+            raise TransportError(f"shared memory {name} is of another user or size")
+        memory = mmap.mmap(file, length, access=mmap.ACCESS_READ)
+        undo.callback(memory.close)
+        if memory[:NONCE] != nonce:
+            raise TransportError(f"shared memory {name} is another one than the peer's")
+        undo.pop_all()
+    return file, memory
 
 
 def _sweep(path: Path) -> None:
