@@ -168,7 +168,7 @@ class Mapped:
         began = self._clock()
         bound = prepared.moves.bind(tiles)
         ticket = prepared.mover.start(prepared.held, bound)
-        read = MappedRead(prepared.peer, ticket, bound.items, bound.bytes, self._clock() - began, notification)
+        read = MappedRead(prepared.peer, ticket, bound.runs, bound.bytes, self._clock() - began, notification)
         peer.reads.add(read)
         return read
 

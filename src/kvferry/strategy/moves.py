@@ -74,7 +74,7 @@ class Bound:
     table: Ints
     launches: tuple[Launch, ...]
     bytes: int
-    items: int
+    runs: int
 
 
 class Moves:
@@ -83,10 +83,12 @@ class Moves:
     def __init__(self, plan: Plan, source: int, src: Base, dst: Base) -> None:
         self._lanes = plan.lanes
         self._jobs: list[_Job] = []
+        self._runs: dict[Key, int] = {}
         tables: list[Ints] = []
         first = 0
         regions = plan.sources[source].regions, plan.consumer.regions
         for key, columns, blocks in _grains(plan, source):
+            self._runs[key] = len(columns)
             for side, number in enumerate(("source", "destination")):
                 _inside(columns, side, blocks[side], plan.lanes, [r.length for r in regions[side]], number)
             for form, src_lanes, dst_lanes, table in _pieces(columns, plan.lanes, src, dst):
@@ -108,7 +110,7 @@ class Moves:
         places: list[Ints] = []
         starts: dict[tuple[Key, tuple[int, ...], tuple[int, ...]], int] = {}
         launches: list[Launch] = []
-        at, items, turn = table.size, 0, 0
+        at, turn = table.size, 0
         for row, job in enumerate(jobs):
             placed = tiles[job.key]
             count = len(placed.src_block)
@@ -125,9 +127,9 @@ class Moves:
             launches[-1] = Launch(job.form, launches[-1].at, launches[-1].jobs + 1)
             table[row] = job.first, job.count, count, starts[known], turn
             turn += -(-job.count * count // job.form.rows)
-            items += job.count * count
         moved = sum(job.bytes * len(tiles[job.key].src_block) for job in jobs)
-        return Bound(np.concatenate([table.reshape(-1), *places]), tuple(launches), moved, items)
+        runs = sum(self._runs[key] * len(tiles[key].src_block) for key in {job.key for job in jobs})
+        return Bound(np.concatenate([table.reshape(-1), *places]), tuple(launches), moved, runs)
 
 
 def _grains(plan: Plan, source: int) -> Iterator[tuple[Key, Columns, tuple[int, int]]]:
