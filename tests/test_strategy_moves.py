@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def guarded(buffers: Sequence[np.ndarray], shifts: Sequence[int], seed: int) -> 
     return out
 
 
-@settings(max_examples=150 * DEPTH)
+@settings(max_examples=100 * DEPTH)
 @given(cases(), st.lists(st.integers(0, 16), min_size=1, max_size=4))
 def test_every_byte_is_as_an_independent_oracle_says_wherever_regions_begin(case: oracle.Case, shifts: list[int]) -> None:
     note(repr(case))
@@ -80,7 +81,7 @@ def test_every_byte_is_as_an_independent_oracle_says_wherever_regions_begin(case
             assert np.array_equal(region.whole[stop:], was[stop:])
 
 
-@settings(max_examples=120 * DEPTH)
+@settings(max_examples=80 * DEPTH)
 @given(st.data())
 def test_drawn_plans_are_carried_out_run_by_run(data: st.DataObject) -> None:
     made = drawn(choosing(data))
@@ -94,13 +95,14 @@ def test_drawn_plans_are_carried_out_run_by_run(data: st.DataObject) -> None:
             assert np.array_equal(region.whole, bytes_there)
 
 
-@settings(max_examples=60 * DEPTH)
+@settings(max_examples=30 * DEPTH)
 @given(st.data())
 def test_tables_keep_what_kernels_rely_on(data: st.DataObject) -> None:
     made = drawn(choosing(data))
     for source in range(len(made.plan.sources)):
         moves = made.moves(source)
         bound = moves.bind(made.tiles)
+        items = 0
         for launch in bound.launches:
             form, turn = launch.form, 0
             assert form in moves.forms
@@ -109,6 +111,7 @@ def test_tables_keep_what_kernels_rely_on(data: st.DataObject) -> None:
             for first, count, tiles, places, told in jobs.tolist():
                 assert told == turn
                 turn += -(-count * tiles // form.rows)
+                items += count * tiles
                 src, dst, length, *lanes = moves.pieces[first : first + count].T
                 narrower = [n for n in COLUMNS if n < form.columns]
                 assert (length <= form.columns).all()
@@ -117,7 +120,18 @@ def test_tables_keep_what_kernels_rely_on(data: st.DataObject) -> None:
                 for address, lane in zip((src, dst), lanes, strict=True):
                     at = bound.table[places + lane[:, None] * tiles + np.arange(tiles)]
                     assert not ((address[:, None] + at) % form.unit).any()
+        assert bound.runs == runs_of(made, source)
+        assert items >= bound.runs
         assert sum(launch.jobs for launch in bound.launches) * FIELDS <= bound.table.size
+
+
+def runs_of(made: Drawn, source: int) -> int:
+    total = 0
+    for (index, level), tiles in made.tiles.items():
+        edge = made.plan.edges[index]
+        if edge.source == source:
+            total += sum(prod(count for count, _, _ in run.repeats) for run in edge.grains[level].runs) * len(tiles.src_block)
+    return total
 
 
 def plain(runs: Sequence[Run], lanes: Sequence[Lane], blocks: int, length: int) -> Plan:
