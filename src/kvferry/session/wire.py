@@ -16,7 +16,7 @@ import zmq
 
 from kvferry.errors import DecodeError, KVFerryError, SessionError
 from kvferry.session.consumer import Consumer, Greeting, PeerKey, Word, key_of
-from kvferry.session.key import Key, is_loopback, split_address
+from kvferry.session.key import Key, reach
 from kvferry.session.messages import (
     MAX_REQUEST,
     MAX_WELCOME,
@@ -52,11 +52,7 @@ class Listener:
     """
 
     def __init__(self, listen: str, key: Key | None = None) -> None:
-        host, port = split_address(listen)
-        if key is None and not is_loopback(host):
-            raise SessionError(
-                f"listening on {host} needs a key: set key_file to a file that all sides hold, or listen on 127.0.0.1"
-            )
+        host, port = reach(listen, key)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -137,7 +133,7 @@ class Listener:
 
 def ask(address: str, hello: Hello, key: Key | None, timeout_s: float, stop: threading.Event | None = None) -> Welcome:
     """A producer's welcome; raises SessionError with the reason if there is none, or once `stop` is set."""
-    host, port = split_address(address)
+    host, port = reach(address, key)
     try:
         socket.create_connection((host, port), timeout_s).close()
     except (OSError, UnicodeError) as error:
@@ -166,7 +162,7 @@ def ask(address: str, hello: Hello, key: Key | None, timeout_s: float, stop: thr
 
 
 def _dial(context: zmq.Context[Any], address: str, key: Key | None) -> zmq.Socket[bytes]:
-    host, port = split_address(address)
+    host, port = reach(address, key)
     end: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     end.setsockopt(zmq.LINGER, _LINGER_MS)
     end.setsockopt(zmq.IPV6, ":" in host)

@@ -21,7 +21,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     `listen`: where this engine answers consumers, host:port; port 0 takes a free one, any other is offset by the data-parallel
     index. `advertise`: the host that references name, where it is not the one listened on. `key_file`: the cluster's shared
-    key; needed to listen beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
+    key; needed for everything beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
     refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent. `greeting_s`: how long a producer
     may take to answer. `read_s`: how long a read may go without progress. `progress_thread`, `window`, `backend`,
     `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
@@ -42,7 +42,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nixl(self) -> NixlOptions:
-        return NixlOptions(self.backend, self.progress_thread, self.window, self.read_s, self.backend_parameters, self.ucx)
+        """Without a key UCX too stays on this machine: it asks nobody who connects for anything."""
+        ucx = dict(self.ucx) if self.key_file else {"UCX_NET_DEVICES": "lo", **self.ucx}
+        return NixlOptions(self.backend, self.progress_thread, self.window, self.read_s, self.backend_parameters, ucx)
 
     @property
     def key(self) -> Key | None:
@@ -60,7 +62,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
             raise SessionError(
                 f"listen on {self.listen} says no address that consumers could reach: set advertise to the host's"
             )
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        split_address(address)
+        return address
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:
@@ -75,9 +79,12 @@ def read_options(extra: Mapping[str, Any]) -> Options:
         options = msgspec.convert(dict(extra), Options)
     except msgspec.ValidationError as error:
         raise SessionError(f"kv_connector_extra_config: {error}") from None
-    host, _ = split_address(options.listen)
-    if not options.key_file and not is_loopback(host):
-        raise SessionError(f"listen on {host} needs a key: set key_file to a file that all sides hold, or listen on 127.0.0.1")
-    for peer in options.peers:
-        split_address(peer)
+    said = [("listen on", split_address(options.listen)[0])]
+    said += [("advertise", options.advertise)] if options.advertise else []
+    said += [("peers with", split_address(peer)[0]) for peer in options.peers]
+    for option, host in said:
+        if not options.key_file and not is_loopback(host):
+            raise SessionError(
+                f"{option} {host} needs a key: set key_file to a file that all sides hold, or stay on this machine (127.0.0.1)"
+            )
     return options
