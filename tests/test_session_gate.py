@@ -170,6 +170,12 @@ def test_options_of_this_machine_need_none():
     assert found.advertised(7) == "[::1]:7"
 
 
+def test_a_greatest_age_below_the_time_of_a_silent_consumer_is_refused_at_the_start():
+    with pytest.raises(SessionError, match="lease_most_s 30 is less than lease_s 60"):
+        read_options({"lease_most_s": 30})
+    assert read_options({"lease_most_s": 60}).lease_most_s == 60
+
+
 @pytest.mark.parametrize("host", ["http://prefill-0", "prefill 0", "prefill-0\nINFO", "[::1]", "é"])
 def test_what_is_no_host_is_not_advertised(host, tmp_path):
     options = read_options({"advertise": host, "key_file": str(tmp_path / "key")})

@@ -22,8 +22,9 @@ from kvferry.session.key import is_loopback, split_address
 
 REFERENCE_VERSION: Final = 1
 SEAL: Final = "seal"
+MAX_GENERATION: Final = (1 << 63) - 1
 
-Generation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Generation = Annotated[int, Meta(ge=1, le=MAX_GENERATION)]
 BlockId = Annotated[int, Meta(ge=-1, le=(1 << 40))]
 Blocks = Annotated[list[BlockId], Meta(max_length=1 << 22)] | BlockId
 GroupId = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})\Z")]

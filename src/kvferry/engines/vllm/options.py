@@ -22,9 +22,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     `listen`: where this engine answers consumers, host:port; port 0 takes a free one, any other is offset by the data-parallel
     index. `advertise`: the host that references name, where it is not the one listened on. `key_file`: the cluster's shared
     key; needed for everything beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
-    refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent. `greeting_s`: how long a producer
-    may take to answer. `read_s`: how long a read may go without progress. `progress_thread`, `window`, `backend`,
-    `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
+    refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent, `lease_most_s` for one that is not.
+    `greeting_s`: how long a producer may take to answer. `read_s`: how long a read may go without progress. `progress_thread`,
+    `window`, `backend`, `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
     """
 
     listen: str = "127.0.0.1:0"
@@ -32,6 +32,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     key_file: str = ""
     peers: tuple[str, ...] = ()
     lease_s: Seconds = 60.0
+    lease_most_s: Seconds = 600.0
     greeting_s: Seconds = 15.0
     read_s: Seconds = 30.0
     progress_thread: bool | None = None
@@ -87,4 +88,6 @@ def read_options(extra: Mapping[str, Any]) -> Options:
             raise SessionError(
                 f"{option} {host} needs a key: set key_file to a file that all sides hold, or stay on this machine (127.0.0.1)"
             )
+    if options.lease_most_s < options.lease_s:
+        raise SessionError(f"lease_most_s {options.lease_most_s:g} is less than lease_s {options.lease_s:g}; raise it")
     return options

@@ -97,7 +97,7 @@ class SchedulerHalf:
         self._key = options.key
         self._secret = self._key.secret if self._key is not None else b""
         self._cards: tuple[Card, ...] = ()
-        self._producer = Producer(self._incarnation, kv_cache_config.num_blocks, options.lease_s)
+        self._producer = Producer(self._incarnation, kv_cache_config.num_blocks, options.lease_s, options.lease_most_s)
         self._listener: Listener | None = None
         self._address = ""
         if transfer.is_kv_producer:
