@@ -80,3 +80,12 @@ def loopback(host: str) -> str:
 
 def is_loopback(host: str) -> bool:
     return bool(loopback(host))
+
+
+def is_number(host: str) -> bool:
+    """Whether a host needs no looking up."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True

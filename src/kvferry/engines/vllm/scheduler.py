@@ -102,7 +102,7 @@ class SchedulerHalf:
         self._address = ""
         if transfer.is_kv_producer:
             index = getattr(config.parallel_config, "data_parallel_index", 0)
-            self._listener = Listener(options.listening(index), self._key)
+            self._listener = Listener(options.listening(index), self._key, self._producer.stands)
             self._address = options.advertised(self._listener.port)
         self._courier: Courier[Meeting] | None = None
         if transfer.is_kv_consumer:
@@ -319,6 +319,8 @@ class SchedulerHalf:
                 continue
             if identity in failed:
                 decode.unhashable = frozenset()
+                if decode.reference is not None and self._courier is not None:
+                    self._courier.doubt(decode.reference)
                 if not decode.counted:
                     self._stats.count("failed")
             else:
