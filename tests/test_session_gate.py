@@ -5,21 +5,19 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
 from kvferry.engines.vllm.options import read_options
 from kvferry.errors import BadReferenceError, SessionError, TransportError
-from kvferry.manifest import Manifest
 from kvferry.session import Card, Courier, Hello, Lease, Listener, PeerKey, Reference, Welcome, Words, from_params, to_params
 from kvferry.session.key import loopback, reach, read_key
-from kvferry.session.meeting import meet
 from kvferry.session.reference import seal
 from kvferry.session.wire import ask
 from kvferry.transport import NixlTransport
@@ -183,25 +181,47 @@ def test_what_is_no_host_is_not_advertised(host, tmp_path):
         options.advertised(7600)
 
 
-CONSUMER, (PRODUCER, *_) = manifests_of("blocks of 12 to 8")
+CACHES = manifests_of("blocks of 12 to 8")[0]
 
 
-def card(host: str, caches: Manifest = PRODUCER) -> Card:
-    return Card(caches, Words(2, caches.identity).manifest, encode_metadata(Metadata("nixl", "p.0#1", host, (), b"blob")))
+def card(metadata: bytes) -> Card:
+    return Card(CACHES, Words(2, CACHES.identity).manifest, metadata)
 
 
-def test_without_a_key_the_answer_of_another_host_is_not_handed_to_the_transport(tmp_path):
+def of_host(host: str) -> bytes:
+    return encode_metadata(Metadata("nixl", "p.0#1", host, (), b"blob"))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (of_host("another"), r"peer p\.0#1 is on another host, and without a key"),
+        (b"anything", "not a peer's metadata"),
+        (of_host("another")[:-1], "not a peer's metadata"),
+    ],
+)
+def test_without_a_key_the_answer_of_another_host_is_not_handed_to_the_transport(metadata, said, tmp_path):
     """A port of this machine may be the end of a tunnel."""
     (tmp_path / "key").write_text("k" * 40)
-    consumers = [CONSUMER]
-    peer = PeerKey("127.0.0.1:7000", "producer", "p1")
-    elsewhere = Welcome("producer", "p1", 60.0, (card("another"),))
-    with pytest.raises(TransportError, match=r"peer p\.0#1 is on another host, and without a key"):
-        meet(peer, elsewhere, consumers)
-    assert meet(peer, elsewhere, consumers, read_key(tmp_path / "key")).cards == elsewhere.cards
-    assert meet(peer, Welcome("producer", "p1", 60.0, (card(this_host()),)), consumers).plans
-    with pytest.raises(TransportError, match="not a peer's metadata"):
-        meet(peer, Welcome("producer", "p1", 60.0, (msgspec.structs.replace(card(""), transport=b"anything"),)), consumers)
+    key = read_key(tmp_path / "key")
+    for held, cards in ((None, (of_host(this_host()), metadata)), (key, (metadata,)), (None, (of_host(this_host()),))):
+        listener = Listener("127.0.0.1:0", held)
+        listener.welcome(Welcome("producer", "p1", 60.0, tuple(card(found) for found in cards)))
+        met: list[PeerKey] = []
+        courier: Courier[str] = Courier(HELLO, held, 20.0, lambda peer, welcome, met=met: met.append(peer) or "met")
+        found = reference("127.0.0.1", listener.port)
+        try:
+            until(lambda courier=courier, found=found: courier.peer(found) is not None, "an answer")
+            if metadata in cards and held is None:
+                assert re.search(said, str(courier.peer(found)))
+                with pytest.raises(TransportError, match=said):
+                    courier.introduce(found.address)
+                assert met == []
+            else:
+                assert courier.peer(found) == "met"
+        finally:
+            courier.close()
+            listener.close()
 
 
 def listening_beyond() -> list[str]:

@@ -17,12 +17,14 @@ from kvferry.session.connections import Connections
 from kvferry.session.messages import MAX_LEASES, MAX_REQUEST, pack, unpack_reply
 from kvferry.session.reference import MAX_GENERATION
 from kvferry.session.wire import ask
+from kvferry.transport.metadata import Metadata, encode_metadata, this_host
 from pairs import manifests_of
 from transport_suite import until
 
 HELLO = Hello("consumer", "d1")
 CACHES = manifests_of("blocks of 12 to 8")[0]
-WELCOME = Welcome("producer", "p1", 60.0, (Card(CACHES, Words(2, CACHES.identity).manifest, b"metadata"),))
+METADATA = encode_metadata(Metadata("nixl", "p.0#1", this_host(), (), b"blob"))
+WELCOME = Welcome("producer", "p1", 60.0, (Card(CACHES, Words(2, CACHES.identity).manifest, METADATA),))
 PATIENCE_S = 20.0
 ENOUGH = 400 << 20
 

@@ -31,6 +31,7 @@ from kvferry.session import (
 )
 from kvferry.session.messages import pack, unpack_reply, unpack_request
 from kvferry.session.wire import ask
+from kvferry.transport.metadata import Metadata, encode_metadata, this_host
 from pairs import manifests_of
 from transport_suite import until
 
@@ -39,6 +40,7 @@ NAME = EVIL.replace("\ud800", "")
 TRACEBACK = "Traceback (most recent call last):"
 SOURCE = Path(errors.__file__).parent
 CACHES = manifests_of("blocks of 12 to 8")[0]
+METADATA = encode_metadata(Metadata("nixl", "p.0#1", this_host(), (), b"blob"))
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[list[str]]:
@@ -53,7 +55,7 @@ def harmless(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def welcome(engine: str, incarnation: str) -> Welcome:
-    return Welcome(engine, incarnation, 60.0, (Card(CACHES, Words(2, CACHES.identity).manifest, b"metadata"),))
+    return Welcome(engine, incarnation, 60.0, (Card(CACHES, Words(2, CACHES.identity).manifest, METADATA),))
 
 
 @pytest.fixture

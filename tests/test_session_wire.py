@@ -36,16 +36,18 @@ from kvferry.session import listener as listening
 from kvferry.session.key import is_loopback, split_address
 from kvferry.session.messages import MAX_REQUEST, pack, unpack_reply
 from kvferry.session.wire import ask
+from kvferry.transport.metadata import Metadata, encode_metadata, this_host
 from pairs import manifests_of
 from transport_suite import until
 
 HELLO = Hello("consumer", "d1")
 CACHES = manifests_of("blocks of 12 to 8")[0]
+METADATA = encode_metadata(Metadata("nixl", "p.0#1", this_host(), (), b"blob"))
 PATIENCE_S = 20.0
 SHORT_S = 0.3
 
 
-def welcome(incarnation: str = "p1", lease_s: float = 60.0, transport: bytes = b"metadata") -> Welcome:
+def welcome(incarnation: str = "p1", lease_s: float = 60.0, transport: bytes = METADATA) -> Welcome:
     return Welcome("producer", incarnation, lease_s, (Card(CACHES, Words(2, CACHES.identity).manifest, transport),))
 
 

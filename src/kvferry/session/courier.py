@@ -18,6 +18,7 @@ from kvferry.session.key import Key, is_number, reach
 from kvferry.session.messages import Hello, Welcome, pack
 from kvferry.session.reference import Reference
 from kvferry.session.wire import Number, ask, ask_at, dial, find
+from kvferry.transport.metadata import refuse_elsewhere
 
 logger = logging.getLogger("kvferry.session")
 
@@ -74,7 +75,7 @@ class Courier(Generic[T]):
         """Meet a producer now, before any request names it; raises where that fails."""
         welcome = ask(address, self._hello, self._key, self._timeout_s, self._stop)
         peer = PeerKey(address, welcome.engine, welcome.incarnation)
-        found = self._meet(peer, welcome)
+        found = self._made_of(peer, welcome)
         answer = Answer(peer, found, welcome.lease_s)
         self._commands.put(lambda: self._consumer.answered(address, answer, time.monotonic()))
         return found
@@ -188,7 +189,7 @@ class Courier(Generic[T]):
         if found is not None:
             return Answer(peer, found, welcome.lease_s)
         try:
-            return Answer(peer, self._meet(peer, welcome), welcome.lease_s)
+            return Answer(peer, self._made_of(peer, welcome), welcome.lease_s)
         except KVFerryError as error:
             reason = str(error)
             logger.error("nothing can be read from %s: %s", peer, reason)
@@ -196,3 +197,10 @@ class Courier(Generic[T]):
             reason = printable(f"{type(error).__name__}: {error}")
             logger.exception("nothing can be read from %s", peer)
         return Answer(peer, None, welcome.lease_s, reason)
+
+    def _made_of(self, peer: PeerKey, welcome: Welcome) -> T:
+        """Without a key nobody vouches for what a card would have the transport connect to."""
+        if self._key is None:
+            for card in welcome.cards:
+                refuse_elsewhere(card.transport)
+        return self._meet(peer, welcome)

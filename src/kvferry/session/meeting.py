@@ -9,10 +9,8 @@ from kvferry.manifest.schema import Manifest, Rank
 from kvferry.plan import Plan, make_plans
 from kvferry.plan.explain import costs
 from kvferry.session.consumer import PeerKey
-from kvferry.session.key import Key
 from kvferry.session.messages import Card, Welcome
 from kvferry.session.words import Words
-from kvferry.transport.metadata import refuse_elsewhere
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,8 @@ def _topology(rank: Rank) -> str:
     return f"TP{rank.tp_size}" if rank.pp_size == 1 else f"TP{rank.tp_size},PP{rank.pp_size}"
 
 
-def meet(peer: PeerKey, welcome: Welcome, consumers: Sequence[Manifest], key: Key | None = None) -> Meeting:
-    """Raises MismatchError with every mismatch, ManifestError or ProofError where the producer cannot be read, TransportError
-    where it would lead beyond this machine without a key."""
-    if key is None:
-        for card in welcome.cards:
-            refuse_elsewhere(card.transport)
+def meet(peer: PeerKey, welcome: Welcome, consumers: Sequence[Manifest]) -> Meeting:
+    """Raises MismatchError with every mismatch, ManifestError or ProofError where the producer cannot be read."""
     words = Words(1, consumers[0].identity)
     for card in welcome.cards:
         words.plan(card.words)

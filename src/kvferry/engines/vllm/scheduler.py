@@ -145,7 +145,7 @@ class SchedulerHalf:
     def _meet(self, peer: PeerKey, welcome: Welcome) -> Meeting:
         if not self._cards:
             raise SessionError("this engine is still starting; ask again")
-        meeting = meet(peer, welcome, [card.caches for card in self._cards], self._key)
+        meeting = meet(peer, welcome, [card.caches for card in self._cards])
         logger.info("%s", meeting)
         return meeting
 
