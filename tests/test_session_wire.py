@@ -375,14 +375,14 @@ def test_dead_addresses_hold_up_no_greeting_of_others(listener, closing, dead, m
 def test_who_takes_connections_and_says_nothing_is_told_from_a_producer_that_is_slow(dead, monkeypatch):
     monkeypatch.setattr(wire, "_REACH_S", 0.3)
     with pytest.raises(SessionError, match=f"nobody listens at {dead[0]}: the port is open and says nothing"):
-        ask(dead[0], HELLO, None, 3600.0)
+        ask(dead[0], HELLO, None, PATIENCE_S)
 
 
 def test_who_speaks_something_else_is_not_greeted():
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as pool:
         answering = pool.submit(lambda: other.accept()[0].sendall(b"220 mail.example.org ready\r\n"))
         with pytest.raises(SessionError, match="the port is open and speaks no session"):
-            ask(f"127.0.0.1:{other.getsockname()[1]}", HELLO, None, 3600.0)
+            ask(f"127.0.0.1:{other.getsockname()[1]}", HELLO, None, PATIENCE_S)
         answering.result()
 
 
