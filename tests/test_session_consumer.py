@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace as with_fields
 
-from kvferry.session import Consumer, Hello, Lease, PeerKey, Reference, Release, Renew, key_of
+from kvferry.session import Answer, Consumer, Hello, Lease, PeerKey, Reference, Release, Renew, key_of
 from kvferry.session.messages import MAX_LEASES, pack, unpack_request
 
 HELLO = Hello("d", "d1")
@@ -27,15 +27,19 @@ def consumer(most: int = 256) -> Consumer[str]:
     return Consumer(HELLO, RETRY_S, RENEW_S, most)
 
 
-def greeted(it: Consumer[str]) -> list[PeerKey]:
-    greetings, words = it.take()
+def greeted(it: Consumer[str], now: float = 0.0) -> list[str]:
+    greetings, words = it.take(now)
     assert not words
     assert all(greeting.hello == HELLO for greeting in greetings)
-    return [greeting.peer for greeting in greetings]
+    return [greeting.address for greeting in greetings]
+
+
+def answer(it: Consumer[str], peer: PeerKey, found: str | None, now: float, lease_s: float = 60.0, reason: str = "") -> None:
+    it.answered(peer.address, Answer(peer, found, lease_s, reason), now)
 
 
 def said(it: Consumer[str]) -> list[Renew | Release]:
-    greetings, words = it.take()
+    greetings, words = it.take(0.0)
     assert not greetings
     assert all(unpack_request(pack(word.message)) == word.message for word in words)
     return [word.message for word in words]
@@ -45,24 +49,24 @@ def test_a_producer_is_greeted_once_per_start():
     it = consumer()
     for _ in range(3):
         it.greet(PEER, 0.0)
-    assert greeted(it) == [PEER]
+    assert greeted(it) == [PEER.address]
     assert it.peer(PEER, 0.0) is None
     it.greet(PEER, 100.0)
     assert greeted(it) == []
-    it.known(PEER, "plans", 60.0)
+    answer(it, PEER, "plans", 100.0)
     it.greet(PEER, 1000.0)
     assert greeted(it) == []
     assert it.peer(PEER, 1000.0) == "plans"
     it.greet(RESTARTED, 1000.0)
-    assert greeted(it) == [RESTARTED]
+    assert greeted(it) == [PEER.address]
     assert it.peer(RESTARTED, 1000.0) is None
 
 
 def test_a_refusal_stands_for_a_pause_and_is_then_asked_about_again():
     it = consumer()
     it.greet(PEER, 0.0)
-    it.refused(PEER, "still starting", 1.0)
-    assert greeted(it) == [PEER]
+    assert greeted(it) == [PEER.address]
+    it.unanswered(PEER.address, "still starting", 1.0)
     for now in (1.0, 5.9):
         it.greet(PEER, now)
         assert it.peer(PEER, now) == "still starting"
@@ -72,17 +76,157 @@ def test_a_refusal_stands_for_a_pause_and_is_then_asked_about_again():
     assert it.peer(PEER, 6.0) is None
     it.greet(PEER, 6.0)
     it.greet(PEER, 6.0)
-    assert greeted(it) == [PEER]
-    it.known(PEER, "plans", 60.0)
+    assert greeted(it, 6.0) == [PEER.address]
+    answer(it, PEER, "plans", 6.0)
     assert it.peer(PEER, 6.0) == "plans"
 
 
 def test_a_refusal_of_long_ago_is_no_answer():
     it = consumer()
     it.greet(PEER, 0.0)
-    it.refused(PEER, "nobody listens", 0.0)
+    it.take(0.0)
+    it.unanswered(PEER.address, "nobody listens", 0.0)
     assert it.peer(PEER, 3600.0) is None
     assert it.due(PEER, 3600.0)
+
+
+def test_all_starts_that_are_named_at_an_address_cost_one_greeting_and_those_that_do_not_answer_are_gone():
+    it = consumer()
+    stale = [replace(PEER, incarnation=f"old{i}") for i in range(50)]
+    for peer in (*stale, PEER, replace(PEER, engine="q")):
+        it.greet(peer, 0.0)
+    assert greeted(it) == [PEER.address]
+    answer(it, PEER, "plans", 1.0)
+    assert it.peer(PEER, 1.0) == "plans"
+    assert all("is p since its start p1; the reference is of p, start old" in str(it.peer(peer, 1.0)) for peer in stale)
+    assert "the reference is of q, start p1: it is gone" in str(it.peer(replace(PEER, engine="q"), 1.0))
+    assert greeted(it) == []
+
+
+def test_a_start_that_is_named_while_another_is_being_asked_is_asked_for_after_it():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    assert greeted(it, 1.0) == [PEER.address]
+    it.greet(RESTARTED, 2.0)
+    assert greeted(it, 2.0) == []
+    answer(it, PEER, "old", 3.0)
+    assert it.peer(RESTARTED, 3.0) is None
+    assert greeted(it, 3.0) == [PEER.address]
+    answer(it, RESTARTED, "new", 4.0)
+    assert it.peer(RESTARTED, 4.0) == "new"
+
+
+def test_an_address_that_was_waited_for_in_vain_is_left_alone_twice_as_long_whoever_is_named_there():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    assert greeted(it, 0.0) == [PEER.address]
+    it.unanswered(PEER.address, "says nothing", 15.0)
+    for now in (15.0, 44.0):
+        other = replace(PEER, incarnation=f"at {now}")
+        it.greet(other, now)
+        assert it.peer(other, now) == "says nothing"
+        assert greeted(it, now) == []
+    it.greet(replace(PEER, incarnation="later"), 45.0)
+    assert greeted(it, 45.0) == [PEER.address]
+
+
+def test_dead_addresses_hold_up_neither_new_ones_beyond_their_share_nor_any_that_has_answered():
+    it = Consumer[str](HELLO, RETRY_S, RENEW_S, asking=8)
+    known = PeerKey("10.0.0.9:7000", "p", "p1")
+    it.greet(known, 0.0)
+    assert greeted(it) == [known.address]
+    answer(it, known, "plans", 0.0)
+    dead = [PeerKey(f"10.0.1.{i}:7000", "p", "p1") for i in range(100)]
+    for peer in dead:
+        it.greet(peer, 1.0)
+    assert greeted(it, 1.0) == [peer.address for peer in dead[:6]]
+    it.greet(replace(known, incarnation="p2"), 2.0)
+    assert greeted(it, 2.0) == [known.address]
+    it.unanswered(dead[3].address, "nobody listens", 2.0)
+    assert greeted(it, 2.0) == [dead[6].address]
+
+
+def test_a_producer_whose_cards_do_not_fit_is_refused_with_the_reason_and_its_address_is_not():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.take(0.0)
+    answer(it, PEER, None, 1.0, reason="the two sides do not hold the same state")
+    assert it.peer(PEER, 1.0) == "the two sides do not hold the same state"
+    it.greet(RESTARTED, 1.0)
+    assert greeted(it, 1.0) == [PEER.address]
+    assert it.due(PEER, 6.0)
+
+
+def test_a_producer_in_doubt_is_asked_before_the_next_load_and_known_as_before_if_it_is_there():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.take(0.0)
+    answer(it, PEER, "plans", 0.0)
+    it.doubt(PEER)
+    assert it.due(PEER, 1.0)
+    assert it.peer(PEER, 1.0) is None
+    it.greet(PEER, 1.0)
+    assert greeted(it, 1.0) == [PEER.address]
+    assert it.found(PEER) == "plans"
+    answer(it, PEER, it.found(PEER), 1.0)
+    assert it.peer(PEER, 1.0) == "plans"
+    assert it.take_forgotten() == ()
+
+
+def test_a_producer_in_doubt_that_has_restarted_is_gone_and_forgotten():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.take(0.0)
+    answer(it, PEER, "plans", 0.0)
+    it.doubt(PEER)
+    it.greet(PEER, 1.0)
+    it.take(1.0)
+    it.hold("a", reference(), 1.0)
+    answer(it, RESTARTED, "new plans", 1.0)
+    assert "is p since its start p2; the reference is of p, start p1: it is gone" in str(it.peer(PEER, 1.0))
+    assert it.take_forgotten() == ()
+    it.release("a", reference(), "failed")
+    it.take(1.0)
+    answer(it, RESTARTED, "new plans", 2.0)
+    assert it.take_forgotten() == (PEER,)
+
+
+def test_a_producer_in_doubt_that_does_not_answer_is_who_it_was_when_it_does():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.take(0.0)
+    answer(it, PEER, "plans", 0.0)
+    it.doubt(PEER)
+    it.greet(PEER, 1.0)
+    it.take(1.0)
+    it.unanswered(PEER.address, "says nothing", 1.0)
+    assert it.peer(PEER, 1.0) == "says nothing"
+    it.greet(PEER, 6.0)
+    it.take(6.0)
+    assert it.found(PEER) == "plans"
+    answer(it, PEER, it.found(PEER), 6.0)
+    assert it.peer(PEER, 6.0) == "plans"
+
+
+def test_what_was_never_met_cannot_be_doubted():
+    it = consumer()
+    it.doubt(PEER)
+    it.greet(PEER, 0.0)
+    it.doubt(PEER)
+    assert greeted(it) == [PEER.address]
+    it.unanswered(PEER.address, "nobody listens", 0.0)
+    it.doubt(PEER)
+    assert it.peer(PEER, 0.0) == "nobody listens"
+
+
+def test_leases_of_who_was_refused_and_never_met_are_not_renewed():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.take(0.0)
+    it.hold("a", reference(), 0.0)
+    it.unanswered(PEER.address, "nobody listens", 0.0)
+    it.renew(100.0)
+    assert said(it) == []
 
 
 def test_a_producer_that_nobody_greeted_is_to_be_asked():
@@ -111,7 +255,7 @@ def test_leases_are_renewed_three_times_in_their_time_and_not_more_often_than_th
 def test_leases_of_a_producer_that_is_being_asked_are_renewed_too():
     it = consumer()
     it.greet(PEER, 0.0)
-    it.take()
+    it.take(0.0)
     it.hold("a", reference(), 0.0)
     it.renew(4.9)
     assert said(it) == []
@@ -218,13 +362,15 @@ def test_refused_producers_do_not_pile_up():
     for i in range(500):
         peer = PeerKey(f"10.0.0.1:{i}", "p", "p1")
         it.greet(peer, float(i))
-        it.refused(peer, "nobody listens", float(i))
+        it.take(float(i))
+        it.unanswered(peer.address, "nobody listens", float(i))
     assert len(it._peers) <= 10
+    assert len(it._addresses) <= 10
     assert it.take_forgotten() == ()
 
 
 class Conversation(RuleBasedStateMachine):
-    """Any order of events: one greeting under way at a time, one release for every lease that was held."""
+    """Any order of events: one greeting under way at an address at a time, one release for every lease that was held."""
 
     peers = st.sampled_from([PEER, RESTARTED, PeerKey("10.0.0.2:7000", "q", "q1")])
 
@@ -232,35 +378,50 @@ class Conversation(RuleBasedStateMachine):
     def start(self) -> None:
         self.it = consumer()
         self.now = 0.0
-        self.asked: set[PeerKey] = set()
+        self.asked: dict[str, set[PeerKey]] = {}
+        self.named: set[PeerKey] = set()
+        self.refused: set[PeerKey] = set()
         self.holders: dict[tuple[PeerKey, Lease], set[str]] = {}
         self.renewed: dict[PeerKey, float] = {}
 
     def hear(self) -> list[Renew | Release]:
-        greetings, words = self.it.take()
+        greetings, words = self.it.take(self.now)
         for greeting in greetings:
-            assert greeting.peer not in self.asked
-            self.asked.add(greeting.peer)
+            assert greeting.address not in self.asked
+            self.asked[greeting.address] = {peer for peer in self.named if peer.address == greeting.address}
         return [word.message for word in words]
 
     @rule(peer=peers)
     def greet(self, peer: PeerKey) -> None:
         due = self.it.due(peer, self.now)
         self.it.greet(peer, self.now)
-        before = len(self.asked)
+        asked = self.it.peer(peer, self.now) is None
+        assert asked <= (due or peer in self.named)
+        if asked:
+            self.named.add(peer)
         assert self.hear() == []
-        assert len(self.asked) - before == int(due)
+        assert not asked or peer.address in self.asked
 
     @rule(peer=peers, welcome=st.booleans())
     def answer(self, peer: PeerKey, welcome: bool) -> None:
-        if peer not in self.asked:
+        concerned = self.asked.pop(peer.address, None)
+        if concerned is None:
             return
-        self.asked.remove(peer)
+        self.now += 0.5
         if welcome:
-            self.it.known(peer, peer.incarnation, 9.0)
+            answer(self.it, peer, peer.incarnation, self.now, lease_s=9.0)
+            assert self.it.peer(peer, self.now) == peer.incarnation
+            self.refused.discard(peer)
+            self.named.discard(peer)
+            concerned.discard(peer)
         else:
-            self.it.refused(peer, "no", self.now)
-        assert self.it.peer(peer, self.now) == (peer.incarnation if welcome else "no")
+            concerned = {named for named in self.named if named.address == peer.address}
+            self.it.unanswered(peer.address, "no", self.now)
+        for other in concerned:
+            assert ("no" if not welcome else "it is gone") in str(self.it.peer(other, self.now))
+            self.refused.add(other)
+            self.named.discard(other)
+        assert self.hear() == []
 
     @rule(peer=peers, request=st.sampled_from("abc"), slot=st.integers(0, 1))
     def hold(self, peer: PeerKey, request: str, slot: int) -> None:
@@ -294,12 +455,12 @@ class Conversation(RuleBasedStateMachine):
                 assert since >= 3.0
                 self.renewed[peer] = self.now
             else:
-                assert since < RENEW_S
+                assert since < RENEW_S or peer in self.refused
         assert heard == {}
 
     @invariant()
     def what_is_asked_has_no_answer_yet(self) -> None:
-        assert all(self.it.peer(peer, self.now) is None for peer in self.asked)
+        assert all(self.it.peer(peer, self.now) is None for peer in self.named)
 
 
 Conversation.TestCase.settings = settings(max_examples=100, stateful_step_count=30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -194,6 +195,7 @@ def test_a_producer_that_dies_fails_its_loads_once_each_and_its_next_start_is_re
     found += made.step(ENOUGH)
     assert sorted(o.request for o in found) == ["a", "b", "c"]
     assert all("died" in o.error for o in found)
+    assert all("P at 127.0.0.1:7000 since its start 1 is gone or out of reach: " in o.error for o in found)
     nothing_left(made)
     restarted = restart(made, "2")
     made.hand_in(made.load(made.lease("d"), "d", peer=restarted))
@@ -708,6 +710,38 @@ def test_every_load_has_one_outcome_and_success_means_every_byte(scripts, loads,
     nothing_left(made)
     made.ends[0]._faults.clear()
     loaded(made)
+
+
+@pytest.mark.parametrize("call", ["notifications", "poll"])
+def test_closing_does_not_wait_for_a_transport_that_never_returns(monkeypatch, caplog, call):
+    made = dock(case(False, 1, 1))
+    end, ferry = made.ends[0], made.ferries[0]
+    entered, allowed = threading.Event(), threading.Event()
+
+    def stuck(*_: Any) -> Any:
+        entered.set()
+        allowed.wait()
+        return []
+
+    closed: list[str] = []
+    monkeypatch.setattr(end, "close", lambda: closed.append(end.name))
+    monkeypatch.setattr(end, call, stuck)
+    ferry.load(made.load(made.lease()))
+    ferry.start()
+    try:
+        assert entered.wait(30)
+        closing = threading.Thread(target=ferry.close, args=(0.05,), daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+        assert "the transport has not returned in 0.05 s" in caplog.text
+        assert closed == []
+    finally:
+        allowed.set()
+    ferry._thread.join(30)
+    assert not ferry._thread.is_alive()
+    ferry.close()
+    assert closed == [end.name]
 
 
 def test_the_thread_carries_loads_over_nixl():

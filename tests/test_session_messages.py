@@ -52,7 +52,7 @@ def test_fields_of_a_newer_version_are_ignored_except_in_a_lease():
 
 
 def test_what_is_longer_than_the_other_side_takes_is_not_read_and_not_sent(monkeypatch):
-    with pytest.raises(DecodeError, match="the cap is 1,048,576"):
+    with pytest.raises(DecodeError, match="the cap is 16,384"):
         unpack_request(bytes(MAX_REQUEST + 1))
     monkeypatch.setattr("kvferry.session.messages.MAX_WELCOME", 100)
     with pytest.raises(DecodeError, match="the cap is 100"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -11,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.errors import SessionError
 from kvferry.session import Ending, Lease, Producer, Release, Renew
+from kvferry.session.reference import MAX_GENERATION
+from kvferry.session.words import DEAD
 
 SLOTS, LEASE_S, RANKS = 3, 10.0, 2
 OPEN, PUBLISHED, CLOSING, GONE = "open", "published", "closing", "gone"
@@ -257,11 +261,61 @@ def test_generations_of_two_starts_are_apart():
     assert len(found) == 50
 
 
-def test_generations_go_on_past_the_largest():
+def test_no_generation_says_anything_of_the_next():
+    producer = Producer("this", 200, LEASE_S)
+    found = [lease.generation for name in range(200) if (lease := producer.open(str(name))) is not None]
+    steps = {later - earlier for earlier, later in pairwise(found)}
+    assert len(steps) == len(found) - 1
+    assert min(map(abs, steps)) > 1 << 32
+    assert len({generation >> 55 for generation in found}) > 50
+
+
+@pytest.mark.parametrize("drawn", [0, MAX_GENERATION - 1])
+def test_generations_are_numbers_that_a_reference_can_carry_and_never_that_of_a_dead_word(monkeypatch, drawn):
+    monkeypatch.setattr(secrets, "randbelow", lambda below: min(drawn, below - 1))
+    lease = Producer("this", 1, LEASE_S).open("a")
+    assert lease is not None
+    assert DEAD < lease.generation <= MAX_GENERATION
+    assert lease.generation == drawn + 1
+
+
+def test_a_lease_ends_at_its_greatest_age_however_often_it_is_renewed():
+    producer = Producer("this", 2, LEASE_S, most_s=2.5 * LEASE_S)
+    leases = {name: producer.open(name) for name in "ab"}
+    producer.publish("a", 100.0)
+    producer.publish("b", 105.0)
+    ended = {}
+    for now in range(100, 140):
+        producer.receive(Renew("this", tuple(lease for lease in leases.values() if lease is not None)), float(now))
+        producer.expire(float(now))
+        ended |= {c.request: (now, c.ending) for c in producer.take_closing()}
+    assert ended == {"a": (125, Ending.EXPIRED), "b": (130, Ending.EXPIRED)}
+
+
+def test_a_lease_whose_greatest_age_is_short_ends_then_without_any_word():
+    producer = Producer("this", 1, LEASE_S, most_s=LEASE_S / 2)
+    producer.open("a")
+    producer.publish("a", 0.0)
+    producer.expire(LEASE_S / 2)
+    assert [c.request for c in producer.take_closing()] == ["a"]
+
+
+def test_a_word_counts_while_its_lease_is_published_and_for_no_other_start_slot_or_generation():
     producer = Producer("this", 2, LEASE_S)
-    producer._generation = (1 << 63) - 2
-    leases = [producer.open(name) for name in "ab"]
-    assert [lease.generation for lease in leases if lease is not None] == [(1 << 63) - 1, 1]
+    lease = producer.open("a")
+    assert lease is not None
+    assert not producer.stands("this", lease)
+    producer.publish("a", 0.0)
+    assert producer.stands("this", lease)
+    for incarnation, other in (
+        ("that", lease),
+        ("this", Lease(lease.slot, lease.generation - 1)),
+        ("this", Lease(lease.slot + 1, lease.generation)),
+        ("this", Lease(1 << 40, lease.generation)),
+    ):
+        assert not producer.stands(incarnation, other)
+    producer.expire(LEASE_S)
+    assert not producer.stands("this", lease)
 
 
 def test_a_renewal_moves_the_deadline_and_only_that_of_its_lease():

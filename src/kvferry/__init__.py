@@ -11,6 +11,7 @@ from kvferry.errors import (
     SideError,
     UnshardableError,
 )
+from kvferry.logs import guard as _guard_logs
 from kvferry.manifest import (
     HOLE,
     Attention,
@@ -38,6 +39,8 @@ from kvferry.manifest import (
 from kvferry.plan import Binder, Binding, Plan, Request, make_plan, make_plans, prove, routes
 
 __version__ = "0.1.0"
+
+_guard_logs()
 
 __all__ = [
     "HOLE",

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Final
+
+_ODD: Final = re.compile(r"[^ -~]")
+
+
+def plain(text: str) -> str:
+    """Words of others on one line: whatever could begin a new one, move a cursor or fail to be encoded is shown escaped."""
+    return _ODD.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable(text: str) -> str:
+    """Like `plain`, but for letters of any script."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else plain(c) for c in text)
 
 
 class KVFerryError(Exception):
-    """Base of every error KVFerry raises on purpose."""
+    """Base of every error KVFerry raises on purpose. Its text is one line, whoever's names are in it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class DecodeError(KVFerryError):
@@ -26,10 +43,13 @@ class MismatchError(KVFerryError):
 
     def __init__(self, mismatches: Sequence[object]) -> None:
         self.mismatches = tuple(mismatches)
-        lines = [str(m) for m in self.mismatches]
+        lines = [printable(str(m)) for m in self.mismatches]
         head = "the two sides do not hold the same state"
         count = "1 mismatch" if len(lines) == 1 else f"{len(lines)} mismatches"
         super().__init__(f"{head} ({count}):\n  " + "\n  ".join(lines))
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ProofError(KVFerryError):

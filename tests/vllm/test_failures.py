@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -521,13 +522,15 @@ def test_a_producer_that_dies_costs_a_recomputation_and_its_successor_is_met(fle
         assert_right(legs.decode(consumer, tokens, lost), wanted)
     assert_right(legs.decode(consumer, tokens, lost_too), wanted)
     assert_right(legs.decode(unmet, tokens, lost_too), wanted)
-    assert_loads(consumer, before, failed=2)
+    assert_loads(consumer, before, failed=1, refused=1)
     assert_loads(unmet, before_unmet, refused=1)
+    assert re.search(r"since its start \w+ is gone or out of reach: ", consumer.log.read_text())
     successor = fleet.up(mortal)[0]
     assert_crosses(successor, consumer, truth)
     before = meter(consumer)
     assert_right(legs.decode(consumer, tokens, lost), wanted)
-    assert_loads(consumer, before, **{"refused" if over_tcp else "failed": 1})
+    assert_loads(consumer, before, refused=1)
+    assert ("it is gone" if over_tcp else "nobody listens at") in consumer.log.read_text()
     all_given_back(consumer)
     all_given_back(successor)
 

@@ -1,16 +1,18 @@
 """When a transfer may happen: references, leases, greetings, loads. Never which bytes."""
 
-from kvferry.session.consumer import Consumer, PeerKey, key_of
+from kvferry.session.consumer import Answer, Consumer, PeerKey, key_of
+from kvferry.session.courier import Courier
 from kvferry.session.ferry import Ferry, Load, Outcome
 from kvferry.session.key import Key, read_key
+from kvferry.session.listener import Listener
 from kvferry.session.meeting import Meeting, meet
 from kvferry.session.messages import Card, Hello, Refusal, Release, Renew, Welcome
 from kvferry.session.producer import Closing, Ending, Producer
 from kvferry.session.reference import Lease, Reference, digest, from_params, to_params
-from kvferry.session.wire import Courier, Listener
 from kvferry.session.words import Words
 
 __all__ = [
+    "Answer",
     "Card",
     "Closing",
     "Consumer",

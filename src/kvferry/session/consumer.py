@@ -1,7 +1,9 @@
 """The consumer's side of a session, sans I/O: which producers are known, and which leases it keeps alive.
 
-A producer is known by its address, engine and incarnation, so that one that restarted is greeted again. Events come in
-as method calls with the time; what is to be sent comes out of `take`.
+A producer is known by its address, engine and incarnation, so that one that restarted is greeted again. It is asked at its
+address, and whoever answers there answers for every start that was named there: one greeting is under way at an address at a
+time, and few to addresses that have never answered, so that dead ones hold up nobody else. An address that let us wait in vain
+is left alone for twice that time. Events come in as method calls with the time; what is to be sent comes out of `take`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
+from kvferry.errors import plain
 from kvferry.session.messages import MAX_LEASES, Hello, Release, Renew
 from kvferry.session.reference import Lease, Reference
 
@@ -25,16 +28,26 @@ class PeerKey:
     incarnation: str
 
     def __str__(self) -> str:
-        """Names come from others: what no log could encode is shown escaped."""
-        return f"{self.engine} at {self.address}".encode("ascii", "backslashreplace").decode()
+        """Names come from others."""
+        return plain(f"{self.engine} at {self.address}")
 
 
 @dataclass(frozen=True)
 class Greeting:
-    """Send `hello` and report the outcome with `known` or `refused`."""
+    """Send `hello` and report the outcome with `answered` or `unanswered`."""
+
+    address: str
+    hello: Hello
+
+
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """Who answers at an address, and what the driver made of it; without that, why nothing can be read there."""
 
     peer: PeerKey
-    hello: Hello
+    found: T | None
+    lease_s: float
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,15 +60,34 @@ class Word:
 
 @dataclass
 class _Peer(Generic[T]):
+    """`found` outlives a reason: whoever comes back is who it was. A peer in `doubt` is asked whether it is still there."""
+
+    since: float
     found: T | None = None
     reason: str = ""
     retry_at: float = 0.0
     renew_s: float = 0.0
     used_at: float = 0.0
     asking: bool = True
+    doubt: bool = False
 
     def due(self, now: float) -> bool:
-        return not self.asking and self.found is None and now >= self.retry_at
+        return not self.asking and (self.doubt or (bool(self.reason) and now >= self.retry_at))
+
+
+@dataclass
+class _Address:
+    """Where producers are asked; `proven` once somebody has answered there."""
+
+    began: float | None = None
+    waiting: bool = False
+    proven: bool = False
+    reason: str = ""
+    retry_at: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.waiting or self.began is not None
 
 
 @dataclass
@@ -68,13 +100,15 @@ class _Leases:
 
 class Consumer(Generic[T]):
     """`T` is what the driver makes of a welcome: manifests, plans. Of more than `most` producers those without a lease are
-    forgotten, and so is an earlier start of one that is met again."""
+    forgotten, and so is an earlier start of one that is met again. At most `asking` greetings are under way, a quarter of them
+    kept for addresses that have answered before."""
 
-    def __init__(self, hello: Hello, retry_s: float = 5.0, renew_s: float = 5.0, most: int = 256) -> None:
+    def __init__(self, hello: Hello, retry_s: float = 5.0, renew_s: float = 5.0, most: int = 256, asking: int = 32) -> None:
         self._hello, self._retry_s, self._renew_s, self._most = hello, retry_s, renew_s, most
+        self._asking, self._unproven = asking, max(1, asking - asking // 4)
         self._peers: dict[PeerKey, _Peer[T]] = {}
+        self._addresses: dict[str, _Address] = {}
         self._leases: dict[PeerKey, _Leases] = {}
-        self._greetings: list[Greeting] = []
         self._words: list[Word] = []
         self._forgotten: list[PeerKey] = []
 
@@ -84,36 +118,83 @@ class Consumer(Generic[T]):
         return known is None or known.due(now)
 
     def greet(self, peer: PeerKey, now: float) -> None:
-        """Ask a producer for its cards, if that is due."""
+        """Ask a producer for its cards, if that is due and its address may be asked."""
         known = self._peers.get(peer)
-        if known is None:
-            self._make_room()
-            self._peers[peer] = _Peer(used_at=now)
-        elif known.due(now):
-            known.asking, known.used_at = True, now
-        else:
+        if known is not None:
             known.used_at = now
+            if not known.due(now):
+                return
+        else:
+            self._make_room()
+            known = self._peers[peer] = _Peer(now, used_at=now)
+        address = self._addresses.setdefault(peer.address, _Address())
+        if now < address.retry_at:
+            self._refuse(known, address.reason, address.retry_at)
             return
-        self._greetings.append(Greeting(peer, self._hello))
+        known.asking, known.since = True, now
+        address.waiting = address.waiting or address.began is None
+
+    def doubt(self, peer: PeerKey) -> None:
+        """Something failed that was read from the producer: ask whether it is still there before the next load. Any thread may
+        say so."""
+        known = self._peers.get(peer)
+        if known is not None and known.found is not None:
+            known.doubt = True
+
+    def found(self, peer: PeerKey) -> T | None:
+        """What was made of a producer's welcome, whether or not it can be read at the moment; any thread may ask."""
+        known = self._peers.get(peer)
+        return known.found if known is not None else None
+
+    def answered(self, address: str, answer: Answer[T], now: float) -> None:
+        """What came of a greeting. Others that were named at the address are gone, but for those named since it was sent, who
+        may have come there in the meantime: they are asked for again."""
+        place = self._addresses.setdefault(address, _Address())
+        began, place.began, place.proven, place.reason, place.retry_at = place.began, None, True, "", 0.0
+        if answer.found is not None:
+            self.known(answer.peer, answer.found, answer.lease_s)
+        elif answer.peer in self._peers:
+            self._refuse(self._peers[answer.peer], answer.reason, now + self._retry_s)
+        here = answer.peer
+        for peer, known in self._peers.items():
+            if peer.address != address or not known.asking:
+                continue
+            if began is not None and known.since > began:
+                place.waiting = True
+                continue
+            gone = (
+                f"{address} is {here.engine} since its start {here.incarnation}; "
+                f"the reference is of {peer.engine}, start {peer.incarnation}: it is gone"
+            )
+            self._refuse(known, plain(gone), now + self._retry_s)
+
+    def unanswered(self, address: str, reason: str, now: float) -> None:
+        """A greeting came to nothing, for everybody who was named at the address."""
+        place = self._addresses.setdefault(address, _Address())
+        took = now - place.began if place.began is not None else 0.0
+        place.began, place.reason, place.retry_at = None, reason, now + max(self._retry_s, 2 * took)
+        for peer, known in self._peers.items():
+            if peer.address == address and known.asking:
+                self._refuse(known, reason, place.retry_at)
 
     def known(self, peer: PeerKey, found: T, lease_s: float) -> None:
         """What the driver made of a welcome; leases there are renewed three times in `lease_s` at least."""
-        used_at = self._peers[peer].used_at if peer in self._peers else 0.0
-        self._peers[peer] = _Peer(found, renew_s=min(self._renew_s, lease_s / 3), used_at=used_at, asking=False)
+        earlier = self._peers.get(peer)
+        since, used_at = (earlier.since, earlier.used_at) if earlier is not None else (0.0, 0.0)
+        self._peers[peer] = _Peer(since, found, renew_s=min(self._renew_s, lease_s / 3), used_at=used_at, asking=False)
         for other in self._idle():
             if other.address == peer.address and other != peer:
                 self._forget(other)
 
-    def refused(self, peer: PeerKey, reason: str, now: float) -> None:
-        """Why nothing can be read from the producer for now; it is asked again after a pause."""
-        self._peers[peer] = _Peer(reason=reason, retry_at=now + self._retry_s, used_at=now, asking=False)
+    def _refuse(self, known: _Peer[T], reason: str, retry_at: float) -> None:
+        known.reason, known.retry_at, known.asking, known.doubt = reason, retry_at, False, False
 
     def peer(self, peer: PeerKey, now: float) -> T | str | None:
         """What is known of a producer; the reason if it cannot be read; None while it is being asked, or is to be."""
         known = self._peers.get(peer)
         if known is None or known.asking or known.due(now):
             return None
-        return known.found if known.found is not None else known.reason
+        return known.reason or known.found
 
     def hold(self, request: str, reference: Reference, now: float) -> None:
         """Keep the lease alive until `release`."""
@@ -137,9 +218,11 @@ class Consumer(Generic[T]):
         self._words.append(Word(key.address, Release(key.incarnation, reference.lease, reader, note[:256])))
 
     def renew(self, now: float) -> None:
-        """Renew what is due; called often."""
+        """Renew what is due; called often. From who was refused and never met nothing will be loaded."""
         for key, leases in self._leases.items():
             peer = self._peers.get(key)
+            if peer is not None and peer.reason and peer.found is None:
+                continue
             if now - leases.renewed_at < (peer.renew_s if peer and peer.renew_s else self._renew_s):
                 continue
             leases.renewed_at = now
@@ -147,10 +230,20 @@ class Consumer(Generic[T]):
             while some := tuple(islice(every, MAX_LEASES)):
                 self._words.append(Word(key.address, Renew(key.incarnation, some)))
 
-    def take(self) -> tuple[tuple[Greeting, ...], tuple[Word, ...]]:
-        out = tuple(self._greetings), tuple(self._words)
-        self._greetings, self._words = [], []
-        return out
+    def take(self, now: float) -> tuple[tuple[Greeting, ...], tuple[Word, ...]]:
+        """What is to be sent now; greetings of addresses that are proven come first."""
+        words, self._words = tuple(self._words), []
+        under_way = sum(place.began is not None for place in self._addresses.values())
+        unproven = sum(place.began is not None and not place.proven for place in self._addresses.values())
+        greetings = []
+        waiting = [(address, place) for address, place in self._addresses.items() if place.waiting and place.began is None]
+        for address, place in sorted(waiting, key=lambda found: not found[1].proven):
+            if under_way >= self._asking or (not place.proven and unproven >= self._unproven):
+                continue
+            place.waiting, place.began = False, now
+            under_way, unproven = under_way + 1, unproven + (not place.proven)
+            greetings.append(Greeting(address, self._hello))
+        return tuple(greetings), words
 
     def take_forgotten(self) -> tuple[PeerKey, ...]:
         """Producers that are no longer known: whoever keeps something of them can let it go."""
@@ -165,6 +258,10 @@ class Consumer(Generic[T]):
         if excess > 0:
             for key in sorted(self._idle(), key=lambda k: self._peers[k].used_at)[:excess]:
                 self._forget(key)
+        spare = [address for address, place in self._addresses.items() if not place.busy]
+        spare.sort(key=lambda address: self._addresses[address].proven)
+        for address in spare[: max(0, len(self._addresses) + 1 - self._most)]:
+            del self._addresses[address]
 
     def _forget(self, key: PeerKey) -> None:
         if self._peers.pop(key).found is not None:

@@ -24,7 +24,7 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError
+from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
 from kvferry.plan import Binder, Fills, Loading, Request, Tiles
 from kvferry.session.consumer import PeerKey
 from kvferry.session.meeting import Meeting
@@ -207,12 +207,18 @@ class Ferry:
             out.append(self._outcomes.popleft())
         return out
 
-    def close(self) -> None:
-        """End the thread and the transport; loads under way are never reported."""
+    def close(self, limit_s: float = 10.0) -> None:
+        """End the thread and the transport; loads under way are never reported. A thread that is held up in the transport keeps
+        it: both end with the process."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(limit_s)
+        if self._thread.is_alive():
+            logger.error(
+                "rank %d: the transport has not returned in %g s; it is left to the process's end", self._rank, limit_s
+            )
+            return
         self._transport.close()
 
     def _run(self) -> None:
@@ -355,7 +361,10 @@ class Ferry:
 
     def _break_off(self, crossing: _Crossing, reason: str) -> None:
         link = crossing.link
-        crossing.error = crossing.error or (link.lost if link is not None else "") or reason
+        lost = (link.lost if link is not None else "") or reason
+        peer = crossing.load.peer
+        gone = f"{peer} since its start {plain(peer.incarnation)} is gone or out of reach: {lost}"
+        crossing.error = crossing.error or gone
         if link is not None:
             self._lose(link, reason)
 

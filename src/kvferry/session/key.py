@@ -19,7 +19,7 @@ from kvferry.errors import SessionError
 
 SHORTEST = 32
 
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[0-9A-Za-z_.:%*-]+):([0-9]{1,5})")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[0-9A-Za-z_.-]+)?\]|[0-9A-Za-z_.:%*-]+):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,8 +52,40 @@ def split_address(address: str) -> tuple[str, int]:
     return found[1].strip("[]"), int(found[2])
 
 
-def is_loopback(host: str) -> bool:
+def reach(address: str, key: Key | None) -> tuple[str, int]:
+    """Host and port that may be listened on or dialled. Without a key that is this machine alone, by number: whoever can hand
+    in a reference could otherwise send us anywhere."""
+    host, port = split_address(address)
+    if key is not None:
+        return host, port
+    number = loopback(host)
+    if not number:
+        raise SessionError(
+            f"{host} needs a key, as everything beyond this machine does: "
+            f"set key_file to a file that all sides hold, or use 127.0.0.1"
+        )
+    return number, port
+
+
+def loopback(host: str) -> str:
+    """The number of a host that is this machine seen from itself; empty for any other. Names are not looked up, since what they
+    stand for is for others to say; `localhost` is 127.0.0.1."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        found = ipaddress.ip_address("127.0.0.1" if host.lower() == "localhost" else host.partition("%")[0])
     except ValueError:
-        return host == "localhost"
+        return ""
+    plain = getattr(found, "ipv4_mapped", None) or found
+    return str(plain) if plain.is_loopback else ""
+
+
+def is_loopback(host: str) -> bool:
+    return bool(loopback(host))
+
+
+def is_number(host: str) -> bool:
+    """Whether a host needs no looking up."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True

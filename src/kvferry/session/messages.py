@@ -21,9 +21,9 @@ from kvferry.manifest.schema import Label, Manifest, Name
 from kvferry.session.reference import Lease
 
 SESSION_VERSION: Final = 1
-MAX_REQUEST: Final = 1 << 20
+MAX_REQUEST: Final = 1 << 14
 MAX_WELCOME: Final = 1 << 28
-MAX_LEASES: Final = 1 << 14
+MAX_LEASES: Final = 1 << 8
 
 
 class Card(Struct, frozen=True):

@@ -9,6 +9,7 @@ a block is freed: the engine frees only once `closed` was said of every rank. Ti
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import deque
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from enum import Enum
 
 from kvferry.errors import SessionError
 from kvferry.session.messages import Release, Renew
-from kvferry.session.reference import Lease
+from kvferry.session.reference import MAX_GENERATION, Lease
 
 
 class Ending(Enum):
@@ -39,18 +40,21 @@ class Closing:
 
 @dataclass
 class _Held:
+    """`last` is when the lease ends however often it is renewed."""
+
     request: str
     lease: Lease
     deadline: float | None = None
+    last: float = math.inf
     closing: bool = False
 
 
 class Producer:
-    """Leases of one start of one engine. Generations begin at a random number, so that no other start repeats them."""
+    """Leases of one start of one engine. A lease ends `lease_s` after the last word of its consumer, and `most_s` after it was
+    published whatever is said. Generations are random: who knows one can end its lease, and no other."""
 
-    def __init__(self, incarnation: str, slots: int, lease_s: float) -> None:
-        self.incarnation, self.lease_s = incarnation, lease_s
-        self._generation = secrets.randbits(62) | 1
+    def __init__(self, incarnation: str, slots: int, lease_s: float, most_s: float = math.inf) -> None:
+        self.incarnation, self.lease_s, self.most_s = incarnation, lease_s, most_s
         self._free = deque(range(slots))
         self._held: dict[str, _Held] = {}
         self._by_slot: dict[int, _Held] = {}
@@ -68,8 +72,7 @@ class Producer:
             return None if known.closing else known.lease
         if not self._free:
             return None
-        self._generation = self._generation % ((1 << 63) - 1) + 1
-        held = _Held(request, Lease(self._free.popleft(), self._generation))
+        held = _Held(request, Lease(self._free.popleft(), 1 + secrets.randbelow(MAX_GENERATION)))
         self._held[request] = self._by_slot[held.lease.slot] = held
         self._opened.append(held)
         return held.lease
@@ -79,7 +82,8 @@ class Producer:
         held = self._held.get(request)
         if held is None or held.closing:
             raise SessionError(f"request {request} has no open lease")
-        held.deadline = now + self.lease_s
+        held.last = now + self.most_s
+        held.deadline = min(now + self.lease_s, held.last)
         return held.lease
 
     def abort(self, request: str) -> None:
@@ -101,7 +105,11 @@ class Producer:
         for lease in message.leases:
             held = self._live(lease)
             if held is not None:
-                held.deadline = now + self.lease_s
+                held.deadline = min(now + self.lease_s, held.last)
+
+    def stands(self, incarnation: str, lease: Lease) -> bool:
+        """Whether a word on the lease would change anything; any thread may ask."""
+        return incarnation == self.incarnation and self._live(lease) is not None
 
     def _live(self, lease: Lease) -> _Held | None:
         held = self._by_slot.get(lease.slot)

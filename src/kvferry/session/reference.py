@@ -13,16 +13,17 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Struct
 
-from kvferry.errors import BadReferenceError
+from kvferry.errors import BadReferenceError, SessionError
 from kvferry.manifest.schema import Count, Index, Name
+from kvferry.session.key import is_loopback, split_address
 
 REFERENCE_VERSION: Final = 1
 SEAL: Final = "seal"
+MAX_GENERATION: Final = (1 << 63) - 1
 
-Generation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Generation = Annotated[int, Meta(ge=1, le=MAX_GENERATION)]
 BlockId = Annotated[int, Meta(ge=-1, le=(1 << 40))]
 Blocks = Annotated[list[BlockId], Meta(max_length=1 << 22)] | BlockId
 GroupId = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})\Z")]
@@ -59,13 +60,13 @@ class Reference(Struct, frozen=True):
 
 def digest(tokens: Sequence[int], *, adapter: str = "", media: Sequence[tuple[str, int]] = (), salt: str = "") -> str:
     """What was prefilled: token ids, adapter, media as (identity, place), salt. Equal for equal prefixes only."""
-    state = hashlib.sha256(struct.pack("<qq", len(tokens), len(media)))
-    state.update(np.asarray(tokens, "<i8").tobytes())
+    state = hashlib.blake2b(struct.pack("<qq", len(tokens), len(media)), digest_size=16)
+    state.update(msgspec.msgpack.encode(tokens))
     for text, place in ((adapter, 0), (salt, 0), *media):
         said = text.encode("utf-8", "surrogatepass")
         state.update(struct.pack("<qq", place, len(said)))
         state.update(said)
-    return state.hexdigest()[:32]
+    return state.hexdigest()
 
 
 def to_params(reference: Reference, secret: bytes = b"") -> dict[str, Any]:
@@ -84,7 +85,8 @@ def seal(reference: Reference, secret: bytes = b"") -> str:
 
 
 def from_params(params: object, secret: bytes = b"") -> Reference:
-    """Read what a router relayed; raises BadReferenceError saying which field is wrong."""
+    """Read what a router relayed; raises BadReferenceError saying which field is wrong. Without a secret anybody may have made
+    it, and it is believed of this machine only."""
     if not isinstance(params, Mapping):
         raise BadReferenceError("the reference is not an object; routers must relay kv_transfer_params as they are")
     version = params.get("version")
@@ -102,8 +104,28 @@ def from_params(params: object, secret: bytes = b"") -> Reference:
             text.encode()
     except (msgspec.ValidationError, ValueError, RecursionError, OverflowError) as error:
         raise BadReferenceError(f"the reference is damaged: {str(error)[:_SHOWN]}") from None
-    if params.get(SEAL) != seal(found, secret):
+    if not _sealed(params.get(SEAL), seal(found, secret)):
         raise BadReferenceError(
             "the reference is not as it was given out, or under another key; routers must relay kv_transfer_params as they are"
         )
+    _check_address(found.address, secret)
     return found
+
+
+def _sealed(said: object, wanted: str) -> bool:
+    """In a time that does not tell how much of a guess was right."""
+    return isinstance(said, str) and hmac.compare_digest(said.encode("utf-8", "surrogatepass"), wanted.encode())
+
+
+def _check_address(address: str, secret: bytes) -> None:
+    try:
+        host, port = split_address(address)
+    except SessionError as error:
+        raise BadReferenceError(f"the reference is damaged: {error}") from None
+    if not port:
+        raise BadReferenceError(f"the reference is damaged: nobody can listen at {address}")
+    if not secret and not is_loopback(host):
+        raise BadReferenceError(
+            f"the reference names {host}, and without a key none is believed that leads beyond this machine: "
+            f"set key_file to the same file on both sides"
+        )

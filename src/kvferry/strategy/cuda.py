@@ -10,6 +10,7 @@ The driver keeps an allocation for as long as anybody has it open: `Mapped` clos
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -23,6 +24,8 @@ from kvferry.strategy.movers import Opened, Over, Ticket
 from kvferry.strategy.moves import COLUMNS, UNITS, Bound, Form, Moves
 from kvferry.strided import Ints
 from kvferry.transport import Storage
+
+logger = logging.getLogger("kvferry.strategy")
 
 PROGRAMS: Final = 128
 
@@ -207,8 +210,13 @@ class CudaMover:
         if not bound.launches:
             return Over(0)
         slot, free = self._slot(bound.table)
-        for launch, counts in zip(bound.launches, slot.counts.split(self._programs), strict=False):
-            self._launch(prepared, slot.table, launch.at, launch.jobs, counts, launch.form)
+        slot.counts.numpy()[:] = 0
+        try:
+            for launch, counts in zip(bound.launches, slot.counts.split(self._programs), strict=False):
+                self._launch(prepared, slot.table, launch.at, launch.jobs, counts, launch.form)
+        except RuntimeError as error:
+            # What was launched before runs all the same: the destination is kept until it is over, and the count is short.
+            logger.error("a copy could not be launched: %s", error)
         self._driver.record(slot.ended, self._stream)
         return _Copies(self._driver, slot, free, len(bound.launches) * self._programs)
 

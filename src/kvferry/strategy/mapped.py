@@ -27,6 +27,9 @@ logger = logging.getLogger("kvferry.strategy")
 LOOK_S: Final = 1.0
 """How often it is asked whether peers live: what a dead one leaves mapped is in the way of its successor."""
 
+CLOSE_S: Final = 5.0
+"""How long copies under way may take when this end is closed; what is mapped then ends with the process."""
+
 
 class Token(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A storage, and what opens it."""
@@ -239,7 +242,8 @@ class Mapped:
     def close(self) -> None:
         for name in tuple(self._peers):
             self.forget(name)
-        while self._leaving:
+        deadline = time.monotonic() + CLOSE_S
+        while self._leaving and time.monotonic() < deadline:
             time.sleep(0.001)
             self._close_idle()
 

@@ -59,6 +59,23 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 def decode_metadata(data: bytes, carrier: str) -> Metadata:
     """Read a peer's metadata, or say what is wrong with it."""
+    found = _decode(data)
+    if found.carrier != carrier:
+        raise TransportError(f"peer {found.name} speaks {found.carrier}, this end {carrier}; use the same transport on both")
+    return found
+
+
+def refuse_elsewhere(data: bytes) -> None:
+    """A peer that nobody vouches for is reached on this host or not at all, whatever its library's words would lead to."""
+    found = _decode(data)
+    if found.host != this_host():
+        raise TransportError(
+            f"peer {found.name} is on another host, and without a key none there is read from: "
+            f"set key_file to a file that all sides hold"
+        )
+
+
+def _decode(data: bytes) -> Metadata:
     if len(data) > MAX_METADATA_BYTES:
         raise TransportError(f"peer metadata of {len(data):,} bytes; at most {MAX_METADATA_BYTES:,} are accepted")
     try:
@@ -69,8 +86,6 @@ def decode_metadata(data: bytes, carrier: str) -> Metadata:
         ) from None
     if not found.intact:
         raise TransportError(f"the metadata of peer {found.name} arrived damaged; fetch it again")
-    if found.carrier != carrier:
-        raise TransportError(f"peer {found.name} speaks {found.carrier}, this end {carrier}; use the same transport on both")
     return found
 
 

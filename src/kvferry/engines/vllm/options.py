@@ -21,13 +21,13 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     `listen`: where this engine answers consumers, host:port; port 0 takes a free one, any other is offset by the data-parallel
     index. `advertise`: the host that references name, where it is not the one listened on. `key_file`: the cluster's shared
-    key; needed to listen beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
-    refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent. `greeting_s`: how long a producer
-    may take to answer. `read_s`: how long a read may go without progress. `strategies`: how caches may be read: `mapped`, out
-    of device memory of this machine's processes, `direct`, by descriptors, which is always possible. `copy_programs`: how many
-    programs of a GPU's kernel copy at a time. `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's names;
-    empty: what suits transfers best. `progress_thread`, `posting_threads`, `sync`, `window`, `backend`, `backend_parameters`,
-    `ucx`: see `kvferry.transport.NixlOptions`.
+    key; needed for everything beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
+    refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent, `lease_most_s` for one that is not.
+    `greeting_s`: how long a producer may take to answer. `read_s`: how long a read may go without progress. `strategies`: how
+    caches may be read: `mapped`, out of device memory of this machine's processes, `direct`, by descriptors, which is always
+    possible. `copy_programs`: how many programs of a GPU's kernel copy at a time. `cache_layout`: the order of the cache's axes
+    to ask vLLM for, by vLLM's names; empty: what suits transfers best. `progress_thread`, `posting_threads`, `sync`, `window`,
+    `backend`, `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
     """
 
     listen: str = "127.0.0.1:0"
@@ -35,6 +35,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     key_file: str = ""
     peers: tuple[str, ...] = ()
     lease_s: Seconds = 60.0
+    lease_most_s: Seconds = 600.0
     greeting_s: Seconds = 15.0
     read_s: Seconds = 30.0
     strategies: tuple[Literal["mapped", "direct"], ...] = ("mapped", "direct")
@@ -50,13 +51,14 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nixl(self) -> NixlOptions:
+        """Without a key UCX too stays on this machine: it asks nobody who connects for anything."""
         return NixlOptions(
             self.backend,
             self.progress_thread,
             self.window,
             self.read_s,
             self.backend_parameters,
-            self.ucx,
+            dict(self.ucx) if self.key_file else {"UCX_NET_DEVICES": "lo", **self.ucx},
             self.posting_threads,
             self.sync,
         )
@@ -77,7 +79,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
             raise SessionError(
                 f"listen on {self.listen} says no address that consumers could reach: set advertise to the host's"
             )
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        split_address(address)
+        return address
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:
@@ -92,9 +96,14 @@ def read_options(extra: Mapping[str, Any]) -> Options:
         options = msgspec.convert(dict(extra), Options)
     except msgspec.ValidationError as error:
         raise SessionError(f"kv_connector_extra_config: {error}") from None
-    host, _ = split_address(options.listen)
-    if not options.key_file and not is_loopback(host):
-        raise SessionError(f"listen on {host} needs a key: set key_file to a file that all sides hold, or listen on 127.0.0.1")
-    for peer in options.peers:
-        split_address(peer)
+    said = [("listen on", split_address(options.listen)[0])]
+    said += [("advertise", options.advertise)] if options.advertise else []
+    said += [("peers with", split_address(peer)[0]) for peer in options.peers]
+    for option, host in said:
+        if not options.key_file and not is_loopback(host):
+            raise SessionError(
+                f"{option} {host} needs a key: set key_file to a file that all sides hold, or stay on this machine (127.0.0.1)"
+            )
+    if options.lease_most_s < options.lease_s:
+        raise SessionError(f"lease_most_s {options.lease_most_s:g} is less than lease_s {options.lease_s:g}; raise it")
     return options

@@ -97,12 +97,12 @@ class SchedulerHalf:
         self._key = options.key
         self._secret = self._key.secret if self._key is not None else b""
         self._cards: tuple[Card, ...] = ()
-        self._producer = Producer(self._incarnation, kv_cache_config.num_blocks, options.lease_s)
+        self._producer = Producer(self._incarnation, kv_cache_config.num_blocks, options.lease_s, options.lease_most_s)
         self._listener: Listener | None = None
         self._address = ""
         if transfer.is_kv_producer:
             index = getattr(config.parallel_config, "data_parallel_index", 0)
-            self._listener = Listener(options.listening(index), self._key)
+            self._listener = Listener(options.listening(index), self._key, self._producer.stands)
             self._address = options.advertised(self._listener.port)
         self._courier: Courier[Meeting] | None = None
         if transfer.is_kv_consumer:
@@ -319,6 +319,8 @@ class SchedulerHalf:
                 continue
             if identity in failed:
                 decode.unhashable = frozenset()
+                if decode.reference is not None and self._courier is not None:
+                    self._courier.doubt(decode.reference)
                 if not decode.counted:
                     self._stats.count("failed")
             else:

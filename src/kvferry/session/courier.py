@@ -1,0 +1,206 @@
+"""A consumer's session, on a thread of its own, so that leases are renewed however long the engine computes."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+import zmq
+
+from kvferry.errors import KVFerryError, SessionError, printable
+from kvferry.session.consumer import Answer, Consumer, Greeting, PeerKey, Word, key_of
+from kvferry.session.key import Key, is_number, reach
+from kvferry.session.messages import Hello, Welcome, pack
+from kvferry.session.reference import Reference
+from kvferry.session.wire import Number, ask, ask_at, dial, find
+from kvferry.transport.metadata import refuse_elsewhere
+
+logger = logging.getLogger("kvferry.session")
+
+T = TypeVar("T")
+
+_TICK_S: Final = 0.1
+_LINGER_MS: Final = 500
+_UNTAKEN: Final = 1 << 16
+_ENDS: Final = 64
+_NUMBERS: Final = 1024
+_CLOSE_S: Final = 5.0
+_UNREAD: Final = {zmq.RCVHWM: 1}
+"""Nobody has anything to say in reply to words on leases."""
+_UNREAD_BYTES: Final = 1 << 13
+
+
+class Courier(Generic[T]):
+    """`meet` makes of a welcome what the engine wants to know of the producer; it runs beside the engine, several at once."""
+
+    def __init__(
+        self, hello: Hello, key: Key | None, timeout_s: float, meet: Callable[[PeerKey, Welcome], T], asking: int = 32
+    ) -> None:
+        self._hello, self._key, self._timeout_s, self._meet = hello, key, timeout_s, meet
+        self._consumer: Consumer[T] = Consumer(hello, asking=asking)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._context = zmq.Context()
+        self._ends: dict[Number, zmq.Socket[bytes]] = {}
+        self._numbers: dict[str, Number] = {}
+        self._forgotten: deque[PeerKey] = deque(maxlen=_UNTAKEN)
+        self._asking: set[threading.Thread] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-courier", daemon=True)
+        self._thread.start()
+
+    def peer(self, reference: Reference) -> T | str | None:
+        """What is known of the producer of a reference; the reason if it cannot be read; None while it is being asked."""
+        key, now = key_of(reference), time.monotonic()
+        if self._consumer.due(key, now):
+            self._commands.put(lambda: self._consumer.greet(key, now))
+        return self._consumer.peer(key, now)
+
+    def doubt(self, reference: Reference) -> None:
+        """A load of the reference failed: whether its producer is still there is asked before the next one."""
+        self._consumer.doubt(key_of(reference))
+
+    def forgotten(self) -> list[PeerKey]:
+        """Producers that were met and are no longer known: gone, or long unused."""
+        out = []
+        while self._forgotten:
+            out.append(self._forgotten.popleft())
+        return out
+
+    def introduce(self, address: str) -> T:
+        """Meet a producer now, before any request names it; raises where that fails."""
+        welcome = ask(address, self._hello, self._key, self._timeout_s, self._stop)
+        peer = PeerKey(address, welcome.engine, welcome.incarnation)
+        found = self._made_of(peer, welcome)
+        answer = Answer(peer, found, welcome.lease_s)
+        self._commands.put(lambda: self._consumer.answered(address, answer, time.monotonic()))
+        return found
+
+    def hold(self, request: str, reference: Reference) -> None:
+        """Greet the reference's producer if need be, and keep the lease alive until `release`."""
+
+        def command() -> None:
+            now = time.monotonic()
+            self._consumer.greet(key_of(reference), now)
+            self._consumer.hold(request, reference, now)
+
+        self._commands.put(command)
+
+    def release(self, request: str, reference: Reference, note: str) -> None:
+        self._commands.put(lambda: self._consumer.release(request, reference, note))
+
+    def close(self) -> None:
+        """Say what was asked to be said, and end; greetings under way are given up, and waited for a while."""
+        deadline = time.monotonic() + _CLOSE_S
+        self._stop.set()
+        self._commands.put(lambda: None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logger.error("the courier does not end within %g s; it is left to the end of the process", _CLOSE_S)
+            return
+        for thread in self._asking:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._context.destroy(linger=_LINGER_MS)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._turn(_TICK_S)
+        self._turn(0)
+
+    def _turn(self, wait_s: float) -> None:
+        """Carry out what the engine asks for, waiting so long for the first of it; then send what is due."""
+        try:
+            command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+            while True:
+                self._guarded(command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            self._guarded(self._send)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            logger.exception("the courier stumbled; it goes on")
+
+    def _send(self) -> None:
+        now = time.monotonic()
+        self._consumer.renew(now)
+        self._forgotten.extend(self._consumer.take_forgotten())
+        greetings, words = self._consumer.take(now)
+        self._asking = {thread for thread in self._asking if thread.is_alive()}
+        for greeting in greetings:
+            if not self._stop.is_set():
+                thread = threading.Thread(target=self._greet, args=(greeting,), name="kvferry-asking", daemon=True)
+                self._asking.add(thread)
+                thread.start()
+        for word in words:
+            self._say(word)
+
+    def _say(self, word: Word) -> None:
+        try:
+            number = self._number(word.address)
+            end = self._ends.pop(number, None) or dial(self._context, number, self._key, _UNREAD_BYTES, _UNREAD)
+            self._ends[number] = end
+            end.send(pack(word.message), zmq.NOBLOCK)
+        except (zmq.ZMQError, KVFerryError, UnicodeError) as error:
+            logger.warning("%r cannot be told of a lease: %s; it ends at its deadline", word.address, error)
+        while len(self._ends) > _ENDS:
+            self._ends.pop(next(iter(self._ends))).close()
+
+    def _number(self, address: str) -> Number:
+        """Where words go; a name leads where its last greeting found it."""
+        host, port = reach(address, self._key)
+        if is_number(host):
+            return host, port
+        found = self._numbers.get(address)
+        if found is None:
+            raise SessionError("nobody was found there")
+        return found
+
+    def _greet(self, greeting: Greeting) -> None:
+        address = greeting.address
+        try:
+            answer = self._answer(address, greeting.hello)
+        except KVFerryError as error:
+            self._unanswered(address, str(error))
+        except Exception as error:
+            logger.exception("nothing can be read from %s", address)
+            self._unanswered(address, printable(f"{type(error).__name__}: {error}"))
+        else:
+            self._commands.put(lambda: self._consumer.answered(address, answer, time.monotonic()))
+
+    def _unanswered(self, address: str, reason: str) -> None:
+        logger.error("nothing can be read from %s: %s", address, reason)
+        self._commands.put(lambda: self._consumer.unanswered(address, reason, time.monotonic()))
+
+    def _answer(self, address: str, hello: Hello) -> Answer[T]:
+        number = find(address, self._key, self._timeout_s, self._stop)
+        while len(self._numbers) >= _NUMBERS:
+            self._numbers.pop(next(iter(self._numbers)))
+        self._numbers[address] = number
+        welcome = ask_at(address, number, hello, self._key, self._timeout_s, self._stop)
+        peer = PeerKey(address, welcome.engine, welcome.incarnation)
+        found = self._consumer.found(peer)
+        if found is not None:
+            return Answer(peer, found, welcome.lease_s)
+        try:
+            return Answer(peer, self._made_of(peer, welcome), welcome.lease_s)
+        except KVFerryError as error:
+            reason = str(error)
+            logger.error("nothing can be read from %s: %s", peer, reason)
+        except Exception as error:
+            reason = printable(f"{type(error).__name__}: {error}")
+            logger.exception("nothing can be read from %s", peer)
+        return Answer(peer, None, welcome.lease_s, reason)
+
+    def _made_of(self, peer: PeerKey, welcome: Welcome) -> T:
+        """Without a key nobody vouches for what a card would have the transport connect to."""
+        if self._key is None:
+            for card in welcome.cards:
+                refuse_elsewhere(card.transport)
+        return self._meet(peer, welcome)

@@ -1,0 +1,195 @@
+"""A producer's end of the session's channel, on a thread of its own: answers greetings, and hears what consumers say of leases.
+
+Everything here may come from anybody who can connect. A message is one frame of bounded size; of words on leases only those
+are kept that change something, so that what waits for the engine is bounded by its own leases; and the thread rests in
+proportion to its work, so that no flood takes more than a fraction of a core from the engine beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import zmq
+
+from kvferry.errors import DecodeError, SessionError
+from kvferry.session.connections import Connections
+from kvferry.session.key import Key, reach
+from kvferry.session.messages import (
+    MAX_REQUEST,
+    SESSION_VERSION,
+    Hello,
+    Refusal,
+    Release,
+    Renew,
+    Welcome,
+    pack,
+    unpack_request,
+)
+from kvferry.session.reference import Lease
+
+logger = logging.getLogger("kvferry.session")
+
+_TICK_MS: Final = 100
+_WATCHFUL_MS: Final = 5
+_LINGER_MS: Final = 500
+_UNSENT: Final = 8
+"""Answers that may wait for one consumer: each may be as long as a welcome."""
+_UNHEARD: Final = 64
+"""Messages of one consumer that may wait here; further ones wait where they come from."""
+_UNTAKEN: Final = 1 << 16
+_REST: Final = 4.0
+_LONGEST_REST_S: Final = 1.0
+_CONNECTIONS: Final = 1024
+_UNSAID: Final = 4 << 20
+_BUFFER: Final = 1 << 18
+_CLOSE_S: Final = 5.0
+
+
+class Listener:
+    """`stands` says whether a lease still stands; it is asked on the listener's thread. Nothing that arrives can end it; what
+    cannot be read is answered with a refusal and counted, and what is not one frame is only counted."""
+
+    def __init__(
+        self, listen: str, key: Key | None = None, stands: Callable[[str, Lease], bool] = lambda incarnation, lease: True
+    ) -> None:
+        host, port = reach(listen, key)
+        self._stands = stands
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST)
+        self._socket.setsockopt(zmq.SNDHWM, _UNSENT)
+        self._socket.setsockopt(zmq.RCVHWM, _UNHEARD)
+        self._socket.setsockopt(zmq.RCVBUF, _BUFFER)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        if key is not None:
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = key.secret
+            self._socket.curve_publickey = key.public
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            self._socket.bind(f"tcp://{shown}:{port if port else '*'}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise SessionError(f"cannot listen on {listen}: {error}; choose another with the option listen") from None
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._connections = Connections(self._socket, self.port, _CONNECTIONS, _UNSAID)
+        self._poller = zmq.Poller()
+        for end in (self._socket, self._connections.events):
+            self._poller.register(end, zmq.POLLIN)
+        self._tick_ms, self._watch_at = _TICK_MS, 0.0
+        self._welcome: bytes | None = None
+        self._lock = threading.Lock()
+        self._renewed: dict[str, dict[Lease, None]] = {}
+        self._released: dict[Lease, Release] = {}
+        self._stop = threading.Event()
+        self.refused = self.greeted = 0
+        self._thread = threading.Thread(target=self._run, name="kvferry-listener", daemon=True)
+        self._thread.start()
+
+    def welcome(self, welcome: Welcome) -> None:
+        """What greetings are answered with from now on."""
+        self._welcome = pack(welcome)
+
+    def take(self) -> list[Renew | Release]:
+        """What was said since the last call, each lease once."""
+        with self._lock:
+            renewed, self._renewed = self._renewed, {}
+            released, self._released = self._released, {}
+        return [*(Renew(incarnation, tuple(leases)) for incarnation, leases in renewed.items()), *released.values()]
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logger.error("the listener does not end within %g s; it is left to the end of the process", _CLOSE_S)
+            return
+        self._connections.close()
+        self._context.destroy(linger=_LINGER_MS)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._turn()
+
+    def _turn(self) -> None:
+        try:
+            ready = dict(self._poller.poll(self._tick_ms))
+            worked = time.thread_time()
+            if self._socket in ready:
+                self._hear()
+            if self._connections.events in ready or time.monotonic() >= self._watch_at:
+                self._watch()
+            if ready:
+                self._stop.wait(min(_REST * (time.thread_time() - worked), _LONGEST_REST_S))
+        except Exception:
+            logger.exception("the listener stumbled; it goes on")
+            self._stop.wait(_TICK_MS / 1000)
+
+    def _watch(self) -> None:
+        before = self._connections.cut
+        self._tick_ms = _WATCHFUL_MS if self._connections.watch() else _TICK_MS
+        self._watch_at = time.monotonic() + self._tick_ms / 1000
+        if self._connections.cut > before:
+            self._refuse(f"{self._connections.cut} connections were cut so far: too many, or a message that does not end")
+
+    def _hear(self) -> None:
+        """ZeroMQ caps a frame, not their number: frames past the first are let go one by one, and make the message void."""
+        frame, frames, data = self._socket.recv(copy=False), 0, b""
+        sender = frame.bytes
+        while frame.more:
+            frame = self._socket.recv(copy=False)
+            data = frame.bytes if not frames else b""
+            frames += 1
+        self._connections.heard(int(frame.get(zmq.SRCFD)))
+        if frames != 1:
+            self._refuse(f"a message is one frame, this one has {frames}")
+            return
+        reply = self._answer(data)
+        if reply is None:
+            return
+        try:
+            self._socket.send_multipart([sender, reply], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            logger.debug("a consumer went away before it was answered: %s", error)
+
+    def _refuse(self, reason: str) -> None:
+        self.refused += 1
+        logger.log(_rarely(self.refused, logging.WARNING), "message %d was refused: %s", self.refused, reason)
+
+    def _answer(self, data: bytes) -> bytes | None:
+        try:
+            message = unpack_request(data)
+        except DecodeError as error:
+            self._refuse(str(error))
+            return pack(Refusal(str(error)[:4096]))
+        if not isinstance(message, Hello):
+            self._keep(message)
+            return None
+        if message.version != SESSION_VERSION:
+            return pack(Refusal(f"sessions of version {message.version} are not spoken here, only {SESSION_VERSION}"))
+        self.greeted += 1
+        level = logging.INFO if self.greeted < 100 else _rarely(self.greeted, logging.INFO)
+        logger.log(level, "%s (%s) asks for the manifests of this engine", message.engine, message.incarnation)
+        return self._welcome or pack(Refusal("this engine is still starting; ask again"))
+
+    def _keep(self, message: Renew | Release) -> None:
+        """Words on leases that do not stand are not kept: whoever makes them up fills nothing here."""
+        leases = message.leases if isinstance(message, Renew) else (message.lease,)
+        standing = [lease for lease in leases if self._stands(message.incarnation, lease)]
+        if not standing:
+            return
+        with self._lock:
+            if isinstance(message, Release):
+                if len(self._released) < _UNTAKEN:
+                    self._released[message.lease] = message
+            elif sum(map(len, self._renewed.values())) < _UNTAKEN:
+                self._renewed.setdefault(message.incarnation, {}).update(dict.fromkeys(standing))
+
+
+def _rarely(count: int, level: int) -> int:
+    """The level for powers of two, DEBUG for the rest: a flood does not fill the log."""
+    return level if count & (count - 1) == 0 else logging.DEBUG
