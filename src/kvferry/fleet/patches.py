@@ -1,21 +1,30 @@
-"""What tiny engines on few cores need of vLLM's CPU build beyond its flags. For tests only; none touches what is compared."""
+"""What servers need of vLLM beyond its flags. For tests and measuring only; none touches what is compared.
+
+On a CPU: tiny engines on few cores. On a GPU nothing that a user's engine does is changed; only starting it is cheaper."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvferry.fleet.device import Device
+
 NAP_SECONDS = 0.0001
-ASYNCHRONOUS = "CROSSING_ASYNC_SCHEDULING"
+ASYNCHRONOUS = "FLEET_ASYNC_SCHEDULING"
 """The variable that asks a server to schedule asynchronously."""
 
 T = TypeVar("T")
 
 
-def apply() -> None:
+def apply(device: Device) -> None:
     """Once a process, before any engine; forked children inherit all of it."""
+    if device is Device.CUDA:
+        _inspect_models_in_a_fork()
+        return
     _fork_children()
     _schedule_asynchronously_where_asked()
     _inspect_models_here()
@@ -26,14 +35,15 @@ def apply() -> None:
 
 
 def _fork_children() -> None:
-    """vLLM's CPU platform asks for spawned children, each of which would import everything anew."""
+    """vLLM's CPU platform asks for spawned children whatever was wanted; each would import everything anew."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
 
     def forking(cls: Any, vllm_config: Any) -> None:
+        method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         original(cls, vllm_config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
         os.environ.pop("LD_PRELOAD", None)
 
     CpuPlatform.check_and_update_config = classmethod(forking)
@@ -61,6 +71,34 @@ def _inspect_models_here() -> None:
         return work()
 
     registry._run_in_subprocess = here
+
+
+def _inspect_models_in_a_fork() -> None:
+    """The same, where this process must stay free of CUDA: a forked child need not import everything anew."""
+    from vllm.model_executor.models import registry
+
+    def forked(work: Callable[[], T]) -> T:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                with os.fdopen(writing, "wb") as out:
+                    pickle.dump(work(), out)
+                status = 0
+            finally:
+                if status:
+                    traceback.print_exc()
+                os._exit(status)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as found:
+            answer = found.read()
+        if os.waitpid(child, 0)[1]:
+            raise RuntimeError("a model's class could not be looked at; the log says why")
+        seen: T = pickle.loads(answer)
+        return seen
+
+    registry._run_in_subprocess = forked
 
 
 def _leave_cores_alone() -> None:
