@@ -11,6 +11,7 @@ from kvferry.fleet.launch import serve
 
 if __name__ in ("__main__", "__mp_main__"):
     patches.apply(Device(sys.argv[1]))
+    patches.apply_ordered()
 
 if __name__ == "__main__":
     serve(sys.argv[2:])

@@ -57,3 +57,14 @@ def environment(device: Device, outer: Mapping[str, str]) -> dict[str, str]:
         return {**kept, **_ANYWHERE, **_CPU}
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor-{os.getuid()}")}
     return {**_ANYWHERE, **_CUDA, **compiled, **kept}
+
+
+def device_name(device: Device) -> str:
+    """The first GPU, from its driver; nothing is initialised."""
+    if device is Device.CPU:
+        return ""
+    for told in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in told.read_text(errors="replace").splitlines():
+            if line.startswith("Model:"):
+                return line.partition(":")[2].strip()
+    return "CUDA"

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvferry.fleet import process_group
+from kvferry.fleet import patches, process_group
 from kvferry.fleet.device import Device
 from kvferry.fleet.zygote import Start
 
@@ -92,8 +92,6 @@ def _prepare(device: Device, imports: Sequence[str]) -> None:
         from vllm.platforms import current_platform
 
         current_platform.import_kernels()
-    from kvferry.fleet import patches
-
     patches.apply(device)
 
 
@@ -145,6 +143,7 @@ def _become_server(order: dict[str, Any], answers: int, device: Device, start: S
         os.environ.update(order["environment"])
         if start is Start.SPAWN:
             os.execv(sys.executable, [sys.executable, "-m", "kvferry.fleet.alone", device.value, *order["arguments"]])
+        patches.apply_ordered()
         serve(order["arguments"])
         status = 0
     finally:

@@ -4,6 +4,7 @@ On a CPU: tiny engines on few cores. On a GPU nothing that a user's engine does 
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import time
@@ -11,11 +12,20 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvferry.fleet import blocks
 from kvferry.fleet.device import Device
 
 NAP_SECONDS = 0.0001
 ASYNCHRONOUS = "FLEET_ASYNC_SCHEDULING"
 """The variable that asks a server to schedule asynchronously."""
+
+STOCK_AGENT = "FLEET_STOCK_AGENT"
+"""The variable that gives our connector the NIXL agent that vLLM's own has, to tell the two apart."""
+WIDE_WEIGHTS = "FLEET_WIDE_WEIGHTS"
+"""The variable that makes weights of `--load-format dummy` wide enough for the text to depend on the whole prompt."""
+
+STOCK_AGENT_THREADS = 4
+WIDTH = 2.5
 
 T = TypeVar("T")
 
@@ -32,6 +42,44 @@ def apply(device: Device) -> None:
     _make_intermediate_tensors_late()
     _keep_nixl_off_the_cores()
     _sleep_instead_of_spinning()
+
+
+def apply_ordered() -> None:
+    """What the variables of one server ask for, in its own process; its children inherit it or are told the same."""
+    blocks.open_where_asked()
+    if os.environ.get(STOCK_AGENT):
+        _take_the_agent_of_stock()
+    if os.environ.get(WIDE_WEIGHTS):
+        _widen_dummy_weights()
+
+
+def _take_the_agent_of_stock() -> None:
+    api: Any = importlib.import_module("nixl._api")
+    original = api.nixl_agent_config
+
+    def stock(**settings: Any) -> Any:
+        own = {"backends": settings["backends"]} if "backends" in settings else {}
+        return original(num_threads=STOCK_AGENT_THREADS, capture_telemetry=True, **own)
+
+    api.nixl_agent_config = stock
+
+
+def _widen_dummy_weights() -> None:
+    """vLLM draws them all from within a thousandth of zero, so that the next token follows from the last one alone."""
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    original = weight_utils.initialize_single_dummy_weight
+
+    def wide(weight: Any, *args: Any, **kwargs: Any) -> None:
+        if weight.device.type == "meta" or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+            original(weight, *args, **kwargs)
+        elif weight.dim() < 2:
+            weight.data.fill_(1.0)
+        else:
+            bound = WIDTH / weight[0].numel() ** 0.5
+            original(weight, -bound, bound)
+
+    weight_utils.initialize_single_dummy_weight = dummy_loader.initialize_single_dummy_weight = wide
 
 
 def _fork_children() -> None:
