@@ -28,7 +28,7 @@ POLL_SECONDS = 0.05
 
 FIRST = {
     Device.CPU: ("vllm.v1.worker.cpu_worker",),
-    Device.CUDA: ("vllm.v1.worker.gpu_worker",),
+    Device.CUDA: (),
 }
 """They must come before other parts of vLLM."""
 NEEDED = (
@@ -40,13 +40,14 @@ NEEDED = (
 WELCOME = {
     Device.CPU: (),
     Device.CUDA: (
+        "vllm.v1.worker.gpu_worker",
         "vllm.v1.worker.gpu.model_runner",
         "vllm.v1.attention.backends.flash_attn",
-        "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
         "kvferry.engines.vllm.connector",
     ),
 }
-"""They only save time: a build of vLLM that lacks one serves without it."""
+"""They only save time: a build of vLLM that lacks one serves without it. NIXL is not among them: what UCX reads from the
+environment must be what each connector sets before it loads it."""
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ WIDE_WEIGHTS = "FLEET_WIDE_WEIGHTS"
 
 STOCK_AGENT_THREADS = 4
 WIDTH = 2.5
+FLAT = {"bias": 0.0, "A": -0.2, "dt_bias": -0.5}
+"""Weights that are one number a channel; a decay must not grow. Others, such as norms, are 1."""
 
 T = TypeVar("T")
 
@@ -66,20 +69,25 @@ def _take_the_agent_of_stock() -> None:
 
 def _widen_dummy_weights() -> None:
     """vLLM draws them all from within a thousandth of zero, so that the next token follows from the last one alone."""
-    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+    import torch
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    original = weight_utils.initialize_single_dummy_weight
+    original = DummyModelLoader.load_weights
 
-    def wide(weight: Any, *args: Any, **kwargs: Any) -> None:
-        if weight.device.type == "meta" or not weight.is_floating_point() or weight.dtype.itemsize < 2:
-            original(weight, *args, **kwargs)
-        elif weight.dim() < 2:
-            weight.data.fill_(1.0)
-        else:
-            bound = WIDTH / weight[0].numel() ** 0.5
-            original(weight, -bound, bound)
+    def wide(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, model, *args, **kwargs)
+        for name, weight in model.named_parameters():
+            if weight.device.type == "meta" or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                continue
+            leaf = name.rpartition(".")[2]
+            if weight.dim() < 2:
+                weight.data.fill_(FLAT.get(leaf, 1.0))
+            else:
+                made = torch.Generator(device=weight.device).manual_seed(zlib.crc32(name.encode()))
+                bound = WIDTH / weight[0].numel() ** 0.5
+                weight.data.uniform_(-bound, bound, generator=made)
 
-    weight_utils.initialize_single_dummy_weight = dummy_loader.initialize_single_dummy_weight = wide
+    DummyModelLoader.load_weights = wide
 
 
 def _fork_children() -> None:

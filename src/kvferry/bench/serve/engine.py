@@ -20,7 +20,7 @@ GRAPHS: Final = "graphs"
 MODES: Final = (EAGER, GRAPHS)
 
 SEQUENCES: Final = 128
-CAPTURED: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+CAPTURED: Final = (1, 4, 8, 16, 32, 64)
 BLOCK: Final = {Device.CPU: 32, Device.CUDA: 16}
 DEVICE_FLAGS: Final[Mapping[Device, tuple[str, ...]]] = {
     Device.CPU: (),

@@ -23,7 +23,7 @@ from kvferry.bench.serve import client, stats
 from kvferry.bench.serve.client import Prompt, Streamed, UnansweredError, body
 from kvferry.bench.serve.result import Row, Run, Settings
 from kvferry.bench.serve.scatter import FEW, SCATTERED, Scatter, scatter, scattered
-from kvferry.fleet.blocks import Held, Window
+from kvferry.fleet.blocks import Held, Pool, Window
 from kvferry.fleet.legs import TO_PREFILL
 from kvferry.fleet.metrics import Counters, counters
 from kvferry.fleet.server import Server
@@ -51,6 +51,8 @@ READ_AT_MOST: Final = 16
 ANSWERED: Final = 4
 ANSWER_TOKENS: Final = 8
 SHUFFLES: Final = 3
+FRESH: Final = 3
+"""Hand-overs of a length on consecutive blocks: a pool has only so many that were never used."""
 
 _REQUEST: Final = re.compile(r"cmpl-(.+)-0-[0-9a-f]{8}$")
 
@@ -64,11 +66,27 @@ class Side:
     server: Server
     window: Window
     held: dict[str, Held] = field(default_factory=dict)
+    steps: list[tuple[float, int]] = field(default_factory=list)
     block_tokens: tuple[int, ...] = ()
 
     @property
     def port(self) -> int:
         return self.server.port
+
+    async def look(self) -> Pool:
+        """Takes down what the engine has seen since."""
+        pool = await asyncio.to_thread(self.window.look)
+        self.block_tokens = pool.block_tokens
+        self.steps += pool.steps
+        for held in pool.held:
+            named = _REQUEST.match(held.request)
+            if named:
+                self.held[named[1]] = held
+        return pool
+
+    def steps_between(self, begin: float, end: float, least: int) -> list[float]:
+        """Milliseconds of the steps that fall into that time, of those that ran at least so many requests."""
+        return [_ms(gap) for gap in stats.gaps([at for at, size in self.steps if size >= least], begin, end)]
 
 
 class Measuring:
@@ -133,7 +151,7 @@ class Measuring:
             prompt = self._prompt(order, tokens)
             async with self._row(ALONE, order, tokens) as row:
                 row.samples["ttft"] = []
-                for turn in range(self.settings.repeats):
+                for turn in range(self.settings.repeats if order == SHUFFLED else min(self.settings.repeats, FRESH)):
                     if turn:
                         await self._forget()
                     found = await self._hand(row, prompt, turn)
@@ -165,7 +183,7 @@ class Measuring:
         settings = self.settings
         tokens = settings.at_once_length
         prompts = [self._prompt(f"{AT_ONCE}-{i}", tokens) for i in range(settings.at_once)]
-        decode = Row(DECODE, SHUFFLED, tokens, {"idle": [], "loaded": [], "seconds": []})
+        decode = Row(DECODE, SHUFFLED, tokens, {"idle": [], "loaded": [], "idle seen": [], "loaded seen": [], "seconds": []})
         async with self._row(AT_ONCE, SHUFFLED, tokens) as row:
             row.samples |= {"ttft": [], "itl": []}
             for turn in range(settings.rounds):
@@ -189,8 +207,11 @@ class Measuring:
                     row.samples["itl"] += [_ms(gap) for it in found for gap in stats.gaps(it.marks)]
                     decode.samples["seconds"].append(round(end - begin, 4))
                     for it in beside:
-                        decode.samples["idle"] += [_ms(gap) for gap in stats.gaps(it.marks, idle, begun) if gap]
-                        decode.samples["loaded"] += [_ms(gap) for gap in stats.gaps(it.marks, begin, end)]
+                        decode.samples["idle seen"] += [_ms(gap) for gap in stats.gaps(it.marks, idle, begun)]
+                        decode.samples["loaded seen"] += [_ms(gap) for gap in stats.gaps(it.marks, begin, end)]
+                    await self._consumer.look()
+                    decode.samples["idle"] += self._consumer.steps_between(idle, begun, settings.beside)
+                    decode.samples["loaded"] += self._consumer.steps_between(begin, end, settings.beside)
                     if any(it.marks[-1] < end for it in beside):
                         decode.void = "a request beside the loads ended before they did: allow it more tokens"
         self.run.rows.append(decode)
@@ -213,7 +234,7 @@ class Measuring:
         tells what two engines that share a device take from each other anyway."""
         settings = self.settings
         tokens, many = settings.at_once_length, min(settings.at_once, READ_AT_MOST)
-        read = [self._prompt(f"{AT_ONCE}-{i}", tokens) for i in range(many)]
+        read = [self._prompt(f"{AT_ONCE}-{i}", tokens) for i in range(settings.at_once - many, settings.at_once)]
         async with self._row(PREFILL, SHUFFLED, tokens) as row:
             for turn in range(settings.rounds):
                 alone = await self._prefills(f"alone-{turn}")
@@ -289,11 +310,15 @@ class Measuring:
             row.blocks, row.runs = sum(it.blocks for it in found.values()), sum(it.runs for it in found.values())
             if found:
                 row.scatter = round(scattered(found), 3)
+            here = self._consumer.held
+            first = [_ms(here[name].first_s) for name in row.requests if name in here]
+            if first:
+                row.samples["in the engine"] = first
             row.void = row.void or self._void(row, found)
         loads = self.run.row((AT_ONCE, SHUFFLED, self.settings.at_once_length))
         for row in self.run.rows:
-            if row.name == DECODE and loads is None and not row.void:
-                row.void = "the loads beside it do not count"
+            if row.name == DECODE and loads is None:
+                row.samples = {name: samples for name, samples in row.samples.items() if name.startswith("idle")}
 
     def _void(self, row: Row, found: Mapping[str, Scatter]) -> str:
         if row.name == DECODE or not row.requests:
@@ -311,6 +336,8 @@ class Measuring:
         telling = any(it.blocks >= FEW for it in found.values())
         if row.order == SHUFFLED and telling and row.scatter < SCATTERED:
             return f"a request's blocks form {row.scatter:.2f} × as many runs as there are blocks: not scattered"
+        if row.order == CONSECUTIVE and telling and row.runs > row.blocks / 2:
+            return f"{row.blocks} blocks form {row.runs} runs: not consecutive; make the pool larger"
         return ""
 
     def _scatter_of(self, row: Row) -> dict[str, Scatter]:
@@ -366,12 +393,7 @@ class Measuring:
         deadline = perf_counter() + QUIET_S
         while True:
             await self._nudge(side)
-            pool = await asyncio.to_thread(side.window.look)
-            side.block_tokens = pool.block_tokens
-            for held in pool.held:
-                named = _REQUEST.match(held.request)
-                if named:
-                    side.held[named[1]] = held
+            pool = await side.look()
             if pool.free >= pool.blocks - 1:
                 return
             if perf_counter() > deadline:

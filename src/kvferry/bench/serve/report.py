@@ -55,13 +55,18 @@ def figures(settings: Settings) -> list[Figure]:
     many = f"{settings.at_once} × {settings.at_once_length:,}"
     out = [_ttft(f"first request, {settings.lengths[0]:,} tokens", (FIRST, CONSECUTIVE, settings.lengths[0]))]
     for order in (CONSECUTIVE, SHUFFLED):
-        out += [_ttft(f"{n:,} tokens, {order}", (ALONE, order, n)) for n in settings.lengths]
+        for n in settings.lengths:
+            out.append(_ttft(f"{n:,} tokens, {order}", (ALONE, order, n)))
+            out.append(Figure(f"{n:,} tokens, {order}, in D's engine", "ms", (ALONE, order, n), "in the engine"))
     loads = (AT_ONCE, SHUFFLED, settings.at_once_length)
     out += [_ttft(f"{many} at once, {_SHARES[share]}", loads, share) for share in (P50, P90, P99)]
+    out.append(Figure(f"{many} at once, in D's engine, p50", "ms", loads, "in the engine"))
     beside = (DECODE, SHUFFLED, settings.at_once_length)
     for sample, title, shares in (("idle", "idle", (P50, P99)), ("loaded", "during the loads", (P50, P99, WORST))):
         out += [Figure(f"decode step, {title}, {_SHARES[share]}", "ms", beside, sample, share) for share in shares]
     out.append(Figure("decode step, during the loads, worst ÷ p50", "", beside, "loaded", WORST, ("loaded", P50)))
+    for share in (P50, P99, WORST):
+        out.append(Figure(f"between tokens, during the loads, {_SHARES[share]}", "ms", beside, "loaded seen", share))
     rate = (RATE, SHUFFLED, settings.at_once_length)
     title = f"{settings.rate:g} requests/s"
     out += [_ttft(f"{title}, D's leg, {_SHARES[share]}", rate, share) for share in (P50, P99)]
@@ -91,16 +96,19 @@ class Shown(Struct, frozen=True):
 
 
 class Agreement(Struct, frozen=True):
-    """Prompts whose first tokens are those of the arm without a connector, of those that both answered."""
+    """Prompts whose first tokens are those of the arm without a connector, of those that both answered; and how many unlike
+    answers that arm gave, since a model that always says the same agrees with anything."""
 
     arm: str
     mode: str
     same: int
     prompts: int
+    unlike: int
 
 
 class Summary(Struct, frozen=True):
     bench: str
+    arms: list[str]
     machine: Machine
     settings: Settings
     figures: list[Shown]
@@ -117,6 +125,7 @@ def summary(record: Record) -> Summary:
     shown = [_shown(figure, mode, record.runs) for mode in modes for figure in figures(record.settings)]
     return Summary(
         record.bench,
+        list(dict.fromkeys(run.arm for run in record.runs)),
         record.machine,
         record.settings,
         [it for it in shown if it.values],
@@ -124,14 +133,19 @@ def summary(record: Record) -> Summary:
         _least_scatter(record.runs),
         _moved(record.runs),
         _phases(record.runs),
-        [
-            f"{_named(run)}: {row.name} {row.order} {row.tokens}: {row.void}"
-            for run in record.runs
-            for row in run.rows
-            if row.void
-        ],
+        _void(record.runs),
         [f"{_named(run)}: {run.error}" for run in record.runs if run.error],
     )
+
+
+def _void(runs: Sequence[Run]) -> list[str]:
+    """Rows that do not count, those of one start with one reason together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        for row in run.rows:
+            if row.void:
+                found.setdefault((_named(run), row.void), []).append(f"{row.name} {row.order} {row.tokens}")
+    return [f"{run}: {', '.join(rows)}: {reason}" for (run, reason), rows in found.items()]
 
 
 def _named(run: Run) -> str:
@@ -186,7 +200,8 @@ def _agreements(runs: Sequence[Run]) -> list[Agreement]:
         for key, tokens in run.answers.items():
             if run.arm != FLOOR and (run.mode, key) in wanted:
                 counted.setdefault((run.arm, run.mode), []).append(tokens == wanted[run.mode, key])
-    return [Agreement(arm, mode, sum(same), len(same)) for (arm, mode), same in counted.items()]
+    unlike = {mode: len({tuple(tokens) for (of, _), tokens in wanted.items() if of == mode}) for mode, _ in wanted}
+    return [Agreement(arm, mode, sum(same), len(same), unlike[mode]) for (arm, mode), same in counted.items()]
 
 
 def _least_scatter(runs: Sequence[Run]) -> dict[str, float]:
@@ -222,9 +237,9 @@ def _phases(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
 def table(found: Summary, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Head and rows of one mode."""
     shown = [it for it in found.figures if it.mode == mode]
-    arms = list(dict.fromkeys(arm for it in shown for arm in it.values))
-    faster = list(dict.fromkeys(arm for it in shown for arm in it.times_faster_than_stock))
-    floored = [arm for arm in dict.fromkeys(arm for it in shown for arm in it.times_the_floor) if arm.startswith(OURS)]
+    arms = [arm for arm in found.arms if any(arm in it.values for it in shown)]
+    faster = [arm for arm in found.arms if any(arm in it.times_faster_than_stock for it in shown)]
+    floored = [arm for arm in found.arms if arm.startswith(OURS) and any(arm in it.times_the_floor for it in shown)]
     head = ("", "unit", *arms, *(f"stock ÷ {arm}" for arm in faster), *(f"{arm} ÷ none" for arm in floored))
     rows = [
         (
@@ -262,7 +277,9 @@ def remarks(found: Summary) -> list[str]:
                 f"{arm}: {of['bytes'] / 1e9:,.2f} GB moved in {of['pieces']:,} pieces ({each / 1024:,.0f} KiB each); "
                 f"{of['from P']:,} prompt tokens came from P, {of['computed at D']:,} were computed at D."
             )
-    out += [f"{it.arm}, {it.mode}: first tokens as without a connector: {it.same} of {it.prompts}." for it in found.agreements]
+    for it in found.agreements:
+        told = f"{it.same} of {it.prompts} answers begin as without a connector, where {it.unlike} are unlike"
+        out.append(f"{it.arm}, {it.mode}: {told}.")
     out += [f"void: {it}" for it in found.void]
     out += [f"failed: {it}" for it in found.errors]
     return out
