@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 
 from crossing.cases import CASES, Case, Verdict, run
-from crossing.connectors import CONNECTORS, OURS
 from crossing.table import as_json, table
-from crossing.zygote import Zygote
+from kvferry.fleet.connectors import CONNECTORS, OURS
+from kvferry.fleet.zygote import Zygote
 
 
 class Only(str, Enum):

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from crossing.checkpoints import Checkpoint, checkpoint
 from crossing.compare import Difference, differences
-from crossing.connectors import Connector
-from crossing.legs import Answer, Crossed, ask_all, cross_all, prompt
-from crossing.metrics import Counters, counted, counters
-from crossing.server import Engine, Server, servers
-from crossing.zygote import Zygote
+from crossing.engine import Engine
+from kvferry.fleet.connectors import Connector
+from kvferry.fleet.legs import Answer, Crossed, ask_all, cross_all, prompt
+from kvferry.fleet.metrics import Counters, counted, counters
+from kvferry.fleet.server import Server, servers
+from kvferry.fleet.zygote import Zygote
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crossing.legs import Answer, Crossed
+from kvferry.fleet.legs import Answer, Crossed
 
 FIRST = 4
 TIE = 1e-3

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from crossing.connectors import CONNECTORS, Connector
-from crossing.zygote import Zygote
+from kvferry.fleet.connectors import CONNECTORS, Connector
+from kvferry.fleet.zygote import Zygote
 
 os.environ.update(
     {

@@ -15,12 +15,13 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from crossing import legs, process_group
 from crossing.checkpoints import checkpoint
-from crossing.connectors import Connector
-from crossing.legs import Answer, Prompt
-from crossing.server import Engine, Server
-from crossing.zygote import Zygote
+from crossing.engine import Engine
+from kvferry.fleet import legs, process_group
+from kvferry.fleet.connectors import Connector
+from kvferry.fleet.legs import Answer, Prompt
+from kvferry.fleet.server import Server
+from kvferry.fleet.zygote import Zygote
 
 AT_ONCE = 3
 PATIENCE = 60.0

@@ -10,10 +10,10 @@ import pytest
 from fleets import FLEETS, Harbour
 
 from crossing.compare import differences
-from crossing.connectors import OURS, Connector
-from crossing.legs import cross_all
-from crossing.metrics import Counters, counted, counters
-from crossing.zygote import Zygote
+from kvferry.fleet.connectors import OURS, Connector
+from kvferry.fleet.legs import cross_all
+from kvferry.fleet.metrics import Counters, counted, counters
+from kvferry.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
 

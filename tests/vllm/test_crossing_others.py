@@ -14,11 +14,12 @@ import pytest
 
 from crossing.checkpoints import checkpoint
 from crossing.compare import differences
-from crossing.connectors import OURS
-from crossing.legs import ask, ask_all, cross, cross_all, prompt
-from crossing.metrics import counted, counters
-from crossing.server import Engine, servers
-from crossing.zygote import Zygote
+from crossing.engine import Engine
+from kvferry.fleet.connectors import OURS
+from kvferry.fleet.legs import ask, ask_all, cross, cross_all, prompt
+from kvferry.fleet.metrics import counted, counters
+from kvferry.fleet.server import MODEL, servers
+from kvferry.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
 
@@ -105,7 +106,7 @@ def test_the_engines_and_the_router_of_the_documentation_work_together(zygote: Z
         exec(compile(router, str(PAGE), "exec"), names)
         tokens = prompt(100)
         before = counters(up["D"])
-        body = {"model": "tiny", "prompt": list(tokens), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        body = {"model": MODEL, "prompt": list(tokens), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
         answer = names["complete"](body)
         counts = counted(up["D"], before, lambda c: c.tokens_loaded >= len(tokens) - 1)
         alone = ask(up["D"], tokens, max_new=8)

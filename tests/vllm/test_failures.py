@@ -17,12 +17,13 @@ import msgspec
 import pytest
 from shared_engines import Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
 
-from crossing import legs
 from crossing.compare import difference
-from crossing.legs import Answer, Leg, Prompt, prompt
-from crossing.patches import ASYNCHRONOUS
-from crossing.server import Engine, Server, free_port
-from crossing.zygote import Zygote
+from crossing.engine import Engine
+from kvferry.fleet import legs
+from kvferry.fleet.legs import Answer, Leg, Prompt, prompt
+from kvferry.fleet.patches import ASYNCHRONOUS
+from kvferry.fleet.server import Server, free_port
+from kvferry.fleet.zygote import Zygote
 from kvferry.session.reference import Reference, seal
 
 pytestmark = pytest.mark.vllm

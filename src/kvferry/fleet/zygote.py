@@ -1,4 +1,4 @@
-"""The process that forks servers, seen from the test run."""
+"""The process that starts servers, seen from whoever asks for them."""
 
 from __future__ import annotations
 
@@ -9,65 +9,72 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from kvferry.fleet.device import Device, environment
 
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "CUDA_VISIBLE_DEVICES": "",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "UCX_RCACHE_MAX_UNRELEASED": "1024",
-    "UCX_NET_DEVICES": "lo",
-}
-LEAKED = ("LD_PRELOAD", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PP_LAYER_PARTITION")
+SOURCES = Path(__file__).parents[2]
+
+
+class Start(str, Enum):
+    """`FORK`: servers share what one process has imported. `SPAWN`: each starts from nothing, as a user's does."""
+
+    FORK = "fork"
+    SPAWN = "spawn"
 
 
 class Zygote:
-    """Started at once, ready some seconds later; the first fork waits for that."""
+    """Started at once, ready some seconds later; the first server waits for that. `imports`: modules beyond what every server
+    needs, such as the model's. Where forked servers could not use the GPU they are spawned, and `why_spawned` says so."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, device: Device = Device.CPU, start: Start = Start.FORK, imports: Sequence[str] = ()
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.device = device
+        self.start = start
+        self.why_spawned = ""
         self.log = folder / "zygote.log"
-        environment = {**os.environ, **ENVIRONMENT}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-        environment["TMPDIR"] = str(folder)
-        environment["VLLM_RPC_BASE_PATH"] = tempfile.gettempdir()
-        for name in LEAKED:
-            environment.pop(name, None)
+        made = environment(device, os.environ)
+        made["PYTHONPATH"] = os.pathsep.join([str(SOURCES), *filter(None, [made.get("PYTHONPATH")])])
+        made["TMPDIR"] = str(folder)
+        made["VLLM_RPC_BASE_PATH"] = tempfile.gettempdir()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "crossing.launch"],
+                [sys.executable, "-m", "kvferry.fleet.launch", device.value, start.value, *imports],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment,
+                env=made,
                 start_new_session=True,
             )
         self._ready = False
         self._lock = threading.Lock()
 
+    def wait(self) -> None:
+        """Until vLLM is imported."""
+        with self._lock:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._ready:
+            return
+        found = self._answer()
+        self.start, self.why_spawned = Start(found["start"]), found["why"]
+        self._ready = True
+
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         """The process id of a new API server, which leads a process group of its own."""
         order = {"arguments": list(arguments), "environment": dict(environment), "log": str(log)}
         with self._lock:
-            if not self._ready:
-                self._answer()
-                self._ready = True
+            self._wait()
             stdin = self._process.stdin
             if stdin is None:
-                raise RuntimeError("the process that forks servers has no standard input")
+                raise RuntimeError("the process that starts servers has no standard input")
             stdin.write(json.dumps(order).encode() + b"\n")
             stdin.flush()
             return int(self._answer()["pid"])
@@ -77,7 +84,7 @@ class Zygote:
         line = stdout.readline() if stdout is not None else b""
         if not line:
             tail = self.log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"the process that forks servers ended; its log {self.log} ends with\n{tail}")
+            raise RuntimeError(f"the process that starts servers ended; its log {self.log} ends with\n{tail}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -1,4 +1,4 @@
-"""One OpenAI API server over one tiny engine, from start to stop."""
+"""One OpenAI API server over one engine, from start to stop."""
 
 from __future__ import annotations
 
@@ -11,84 +11,34 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
-from crossing import process_group
-from crossing.checkpoints import Checkpoint
-from crossing.connectors import Connector
-from crossing.zygote import Zygote
+from kvferry.fleet import process_group
+from kvferry.fleet.zygote import Zygote
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
-MAX_TOKENS = 1024
+MODEL = "model"
+"""The name under which every server serves its model."""
 
 ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
 REPORTS = ("ulimit", "Worker failed with error", "Engine core initialization failed", "Tokenizer not available")
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What to start. `stages`: the layers of each pipeline stage; the checkpoint's first choice if empty."""
-
-    checkpoint: Checkpoint
-    connector: Connector | None = None
-    tp: int = 1
-    pp: int = 1
-    block: int = 32
-    stages: tuple[int, ...] = ()
-    prefix_caching: bool = False
-    flags: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+class Engine(Protocol):
+    """What to start."""
 
     @property
-    def name(self) -> str:
-        carried = self.connector.name if self.connector else "plain"
-        return f"{self.checkpoint.name}-tp{self.tp}-pp{self.pp}-b{self.block}-{carried}"
+    def name(self) -> str: ...
 
     def arguments(self, port: int) -> list[str]:
-        caching = "--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"
-        out = [
-            f"--model={self.checkpoint.folder}",
-            "--served-model-name=tiny",
-            "--host=127.0.0.1",
-            f"--port={port}",
-            f"--dtype={self.checkpoint.architecture.dtype}",
-            f"--tensor-parallel-size={self.tp}",
-            f"--pipeline-parallel-size={self.pp}",
-            f"--block-size={self.block}",
-            f"--max-model-len={MAX_TOKENS}",
-            f"--max-num-batched-tokens={MAX_TOKENS}",
-            "--max-num-seqs=32",
-            "--kv-cache-memory-bytes=128M",
-            "--skip-tokenizer-init",
-            "--enforce-eager",
-            "--no-disable-hybrid-kv-cache-manager",
-            "--disable-uvicorn-access-log",
-            caching,
-        ]
-        if self.connector:
-            out.append(f"--kv-transfer-config={self.connector.flag()}")
-        return [*out, *self.flags]
+        """The flags of its API server."""
 
     def variables(self, side_port: int) -> dict[str, str]:
-        out = dict(self.environment)
-        if self.tp * self.pp == 1:
-            out.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        if self.connector and self.connector.side_port:
-            out.setdefault(self.connector.side_port, str(side_port))
-        if self.pp > 1:
-            stages = self.stages or self._first_choice()
-            out.setdefault("VLLM_PP_LAYER_PARTITION", ",".join(map(str, stages)))
-        return out
-
-    def _first_choice(self) -> tuple[int, ...]:
-        stages = self.checkpoint.architecture.stages
-        if not stages:
-            raise ValueError(f"vLLM cannot load {self.checkpoint.name} in pipeline stages; choose pp=1")
-        return stages[0]
+        """Its environment, beyond the device's; `side_port` is free for a connector to listen at."""
 
 
 class ServerError(Exception):

@@ -1,0 +1,98 @@
+"""What is compared: engines that differ in their connector and its settings, and in nothing else."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from kvferry.errors import BenchError
+from kvferry.fleet.connectors import OURS, STOCK, Connector
+from kvferry.fleet.patches import STOCK_AGENT
+
+DIRECT_ALONE: Final[Mapping[str, Any]] = {"strategies": ["direct"]}
+"""Our connector's settings with which it reads over NIXL alone."""
+STOCK_AGENT_SETTINGS: Final[Mapping[str, Any]] = {"progress_thread": True, "backend_parameters": {"num_threads": "4"}}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`block`: tokens in a block; the device's usual number if 0. An arm without a connector is one engine alone: what is
+    handed over elsewhere it finds in its own prefix cache."""
+
+    name: str
+    connector: Connector | None = None
+    block: int = 0
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        return self.connector is None
+
+
+NONE: Final = Arm("none")
+ARMS: Final = {
+    arm.name: arm
+    for arm in (
+        NONE,
+        Arm("stock", STOCK),
+        Arm("stock-64", STOCK, block=64),
+        Arm("kvferry", OURS),
+        Arm("kvferry-direct", replace(OURS, settings=DIRECT_ALONE)),
+        Arm("kvferry-stock-agent", replace(OURS, settings=STOCK_AGENT_SETTINGS), environment={STOCK_AGENT: "1"}),
+    )
+}
+
+
+class _Definition(Struct, frozen=True, forbid_unknown_fields=True):
+    like: str
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    block: int = 0
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+def defined(text: str, known: Mapping[str, Arm] = ARMS) -> Arm:
+    """An arm from NAME={"like": ARM, ...}: a known one with other settings, blocks, flags or environment."""
+    name, equals, definition = text.partition("=")
+    if not name or not equals:
+        raise BenchError(f'{text}: define an arm as NAME={{"like": "kvferry", "settings": {{...}}}}')
+    try:
+        found = msgspec.json.decode(definition, type=_Definition)
+    except msgspec.DecodeError as error:
+        raise BenchError(f"the definition of the arm {name}: {error}") from None
+    (model,) = chosen(found.like, known)
+    connector = model.connector
+    if found.settings and connector is None:
+        raise BenchError(f"the definition of the arm {name}: {model.name} has no connector to give settings to")
+    if connector is not None:
+        connector = replace(connector, settings={**connector.settings, **found.settings})
+    environment = {**model.environment, **found.environment}
+    return Arm(name, connector, found.block or model.block, (*model.flags, *found.flags), environment)
+
+
+def chosen(names: str, known: Mapping[str, Arm] = ARMS) -> tuple[Arm, ...]:
+    """The arms with these names, separated by commas."""
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise BenchError(f"there is no arm {name!r}; {hint}")
+    return tuple(known[name] for name in dict.fromkeys(wanted))
+
+
+def turns(arms: Sequence[Arm], modes: Sequence[str], starts: int) -> list[tuple[int, str, Arm]]:
+    """Every start of every arm: arms take turns, and each start begins with another one, so that a machine that slows down
+    slows all of them."""
+    out = []
+    for start in range(starts):
+        first = start % len(arms)
+        for mode in modes:
+            out += [(start, mode, arm) for arm in (*arms[first:], *arms[:first])]
+    return out

@@ -1,0 +1,94 @@
+"""One engine of an arm as a server's flags and variables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvferry.bench.serve.arms import Arm
+from kvferry.bench.serve.models import Model
+from kvferry.fleet import blocks
+from kvferry.fleet.device import Device
+from kvferry.fleet.patches import WIDE_WEIGHTS
+from kvferry.fleet.server import MODEL
+
+EAGER: Final = "eager"
+GRAPHS: Final = "graphs"
+MODES: Final = (EAGER, GRAPHS)
+
+SEQUENCES: Final = 128
+CAPTURED: Final = (1, 4, 8, 16, 32, 64)
+BLOCK: Final = {Device.CPU: 32, Device.CUDA: 16}
+DEVICE_FLAGS: Final[Mapping[Device, tuple[str, ...]]] = {
+    Device.CPU: (),
+    Device.CUDA: ("--gpu-memory-utilization=0.4", "--attention-backend=FLASH_ATTN"),
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`role`: P or D, or both for an arm that is one engine. `window`: where its block pool is looked into."""
+
+    model: Model
+    arm: Arm
+    role: str
+    mode: str
+    device: Device
+    window: Path
+    kv_cache_bytes: str
+    max_tokens: int
+    batched_tokens: int
+    prefix_caching: bool
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.name}-{self.mode}-{self.role}"
+
+    @property
+    def block(self) -> int:
+        return self.arm.block or BLOCK[self.device]
+
+    def arguments(self, port: int) -> list[str]:
+        out = [
+            f"--model={self.model.folder}",
+            f"--served-model-name={MODEL}",
+            "--host=127.0.0.1",
+            f"--port={port}",
+            f"--dtype={self.model.dtype}",
+            f"--block-size={self.block}",
+            f"--max-model-len={self.max_tokens}",
+            f"--max-num-batched-tokens={self.batched_tokens}",
+            f"--max-num-seqs={SEQUENCES}",
+            f"--kv-cache-memory-bytes={self.kv_cache_bytes}",
+            "--seed=0",
+            "--skip-tokenizer-init",
+            "--no-disable-hybrid-kv-cache-manager",
+            "--disable-uvicorn-access-log",
+            "--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching",
+            *DEVICE_FLAGS[self.device],
+            *self._compilation(),
+        ]
+        if not self.model.weights:
+            out.append("--load-format=dummy")
+        if self.arm.connector:
+            role = {"P": "kv_producer", "D": "kv_consumer"}[self.role]
+            out.append(f"--kv-transfer-config={self.arm.connector.flag(role)}")
+        return [*out, *self.arm.flags, *self.flags]
+
+    def _compilation(self) -> tuple[str, ...]:
+        if self.mode == EAGER:
+            return ("--enforce-eager",)
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": CAPTURED}
+        return (f"--compilation-config={json.dumps(graphs)}",)
+
+    def variables(self, side_port: int) -> dict[str, str]:
+        out = {blocks.VARIABLE: str(self.window), **self.arm.environment}
+        if not self.model.weights:
+            out[WIDE_WEIGHTS] = "1"
+        if self.arm.connector and self.arm.connector.side_port:
+            out[self.arm.connector.side_port] = str(side_port)
+        return out

@@ -1,0 +1,161 @@
+"""Starts of arms, one after the other, from one process that has imported vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+from kvferry.bench.serve.arms import Arm, turns
+from kvferry.bench.serve.client import UnansweredError
+from kvferry.bench.serve.engine import EAGER, GRAPHS, Engine
+from kvferry.bench.serve.measure import BESIDE_NEW, BESIDE_TOKENS, ROWS, Measuring, Side
+from kvferry.bench.serve.models import Model
+from kvferry.bench.serve.result import Record, Run, Settings
+from kvferry.errors import BenchError
+from kvferry.fleet.blocks import Window
+from kvferry.fleet.device import Device
+from kvferry.fleet.server import ServerError, servers
+from kvferry.fleet.zygote import Start, Zygote
+
+BATCHED_TOKENS: Final = 8192
+ROOM: Final = 256
+MOST: Final = 100_000
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run. `budget_s`: no arm is started that would probably end later; 0 means no bound."""
+
+    model: Model
+    arms: tuple[Arm, ...]
+    modes: tuple[str, ...]
+    starts: int
+    device: Device
+    start: Start
+    rows: tuple[str, ...] = ROWS
+    flags: tuple[str, ...] = ()
+    budget_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """`told` hears what is being done, `finished` of every start that ended; `save` is called when something is to be kept."""
+
+    told: Callable[[str], None]
+    finished: Callable[[Run], None]
+    save: Callable[[], None]
+
+
+def left(order: Order, record: Record) -> list[tuple[int, str, Arm]]:
+    """The starts that `record` does not hold yet."""
+    return [it for it in turns(order.arms, order.modes, order.starts) if (it[0], it[1], it[2].name) not in record.done()]
+
+
+def run(order: Order, record: Record, logs: Path, watcher: Watcher) -> None:
+    """Adds to `record` what is left."""
+    told, waiting = watcher.told, left(order, record)
+    if not waiting:
+        return
+    began, longest = monotonic(), 0.0
+    told(f"importing vLLM ({order.start.value})")
+    with Zygote(logs, order.device, order.start, order.model.imports) as zygote, tempfile.TemporaryDirectory() as sockets:
+        zygote.wait()
+        told(f"vLLM imported after {monotonic() - began:.1f} s")
+        if zygote.why_spawned:
+            told(f"engines cannot be forked and are spawned: {zygote.why_spawned}")
+        for start, mode, arm in waiting:
+            if order.budget_s and monotonic() - began + longest > order.budget_s:
+                told(f"stopped before {arm.name} {mode} {start}: it would end after {order.budget_s:g} s")
+                return
+            begun = monotonic()
+            watcher.finished(_one(order, record, zygote, Path(sockets), (start, mode, arm), watcher))
+            longest = max(longest, monotonic() - begun)
+
+
+def _one(
+    order: Order,
+    record: Record,
+    zygote: Zygote,
+    sockets: Path,
+    turn: tuple[int, str, Arm],
+    watcher: Watcher,
+) -> Run:
+    settings, (start, mode, arm) = record.settings, turn
+    roles = ("D",) if arm.alone else ("P", "D")
+    engines = {role: _engine(order, settings, arm, mode, role, sockets / f"{start}{mode}{arm.name}{role}") for role in roles}
+    configured = json.loads(arm.connector.flag()) if arm.connector else {}
+    made = Run(arm.name, mode, start, engines["D"].block, configured, started_by=zygote.start.value)
+    record.keep(made)
+    label = f"{arm.name} {mode} {start + 1}/{order.starts}"
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        watcher.told(f"{label}: start")
+        began = monotonic()
+        with servers(zygote, engines) as up:
+            made.phases["start"] = round(monotonic() - began, 2)
+            sides = {role: Side(server, Window(engines[role].window)) for role, server in up.items()}
+            sides.setdefault("P", sides["D"])
+
+            def told(what: str) -> None:
+                watcher.told(f"{label}: {what}")
+
+            measuring = Measuring(made, settings, order.model.vocabulary, sides, order.rows, told, watcher.save)
+            try:
+                asyncio.run(measuring.all())
+            except UnansweredError as error:
+                reasons = [f"{side.server.name}: {side.server.reason()}" for side in sides.values() if side.server.reason()]
+                raise BenchError("; ".join([str(error), *dict.fromkeys(reasons)])) from error
+            began = monotonic()
+        made.phases["stop"] = round(monotonic() - began, 2)
+        made.complete = True
+    except (ServerError, BenchError, OSError) as error:
+        made.error = str(error)
+        watcher.told(f"{label}: failed: {made.error}")
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        watcher.save()
+    return made
+
+
+def _engine(order: Order, settings: Settings, arm: Arm, mode: str, role: str, window: Path) -> Engine:
+    longest = max(*settings.lengths, settings.at_once_length, BESIDE_TOKENS + BESIDE_NEW) + settings.output + ROOM
+    return Engine(
+        order.model,
+        arm,
+        role,
+        mode,
+        order.device,
+        window,
+        settings.kv_cache_bytes,
+        longest,
+        min(BATCHED_TOKENS, longest) if order.device is Device.CPU else BATCHED_TOKENS,
+        settings.prefix_caching,
+        order.flags,
+    )
+
+
+def check(order: Order, settings: Settings) -> None:
+    """Raises where something would only be found out after minutes."""
+    for name in order.rows:
+        if name not in ROWS:
+            raise BenchError(f"--only {name}: choose among {', '.join(ROWS)}")
+    for name in ("repeats", "at_once", "rounds", "beside", "output", "prefills", "rate", "rate_s", "idle_s"):
+        if not 0 < getattr(settings, name) < MOST:
+            raise BenchError(f"--{name.replace('_', '-')} {getattr(settings, name)}: give a number above 0 and below {MOST:,}")
+    if min(*settings.lengths, settings.at_once_length) < 2:
+        raise BenchError("a prompt has at least 2 tokens: the last is always computed at D")
+    if GRAPHS in order.modes and order.device is Device.CPU:
+        raise BenchError(f"--modes {GRAPHS}: CUDA graphs need a GPU; choose {EAGER}")
+    if find_spec("vllm") is None:
+        raise BenchError("vLLM is not installed for this Python; install it here, or run this with the Python that serves")

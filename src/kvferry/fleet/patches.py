@@ -1,0 +1,207 @@
+"""What servers need of vLLM beyond its flags. For tests and measuring only; none touches what is compared.
+
+On a CPU: tiny engines on few cores. On a GPU nothing that a user's engine does is changed; only starting it is cheaper."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvferry.fleet import blocks
+from kvferry.fleet.device import Device
+
+NAP_SECONDS = 0.0001
+ASYNCHRONOUS = "FLEET_ASYNC_SCHEDULING"
+"""The variable that asks a server to schedule asynchronously."""
+
+STOCK_AGENT = "FLEET_STOCK_AGENT"
+"""The variable that gives our connector the NIXL agent that vLLM's own has, to tell the two apart."""
+WIDE_WEIGHTS = "FLEET_WIDE_WEIGHTS"
+"""The variable that makes weights of `--load-format dummy` wide enough for the text to depend on the whole prompt."""
+
+STOCK_AGENT_THREADS = 4
+WIDTH = 2.5
+FLAT = {"bias": 0.0, "A": -0.2, "dt_bias": -0.5}
+"""Weights that are one number a channel; a decay must not grow. Others, such as norms, are 1."""
+
+T = TypeVar("T")
+
+
+def apply(device: Device) -> None:
+    """Once a process, before any engine; forked children inherit all of it."""
+    if device is Device.CUDA:
+        _inspect_models_in_a_fork()
+        return
+    _fork_children()
+    _schedule_asynchronously_where_asked()
+    _inspect_models_here()
+    _leave_cores_alone()
+    _make_intermediate_tensors_late()
+    _keep_nixl_off_the_cores()
+    _sleep_instead_of_spinning()
+
+
+def apply_ordered() -> None:
+    """What the variables of one server ask for, in its own process; its children inherit it or are told the same."""
+    blocks.open_where_asked()
+    if os.environ.get(STOCK_AGENT):
+        _take_the_agent_of_stock()
+    if os.environ.get(WIDE_WEIGHTS):
+        _widen_dummy_weights()
+
+
+def _take_the_agent_of_stock() -> None:
+    api: Any = importlib.import_module("nixl._api")
+    original = api.nixl_agent_config
+
+    def stock(**settings: Any) -> Any:
+        own = {"backends": settings["backends"]} if "backends" in settings else {}
+        return original(num_threads=STOCK_AGENT_THREADS, capture_telemetry=True, **own)
+
+    api.nixl_agent_config = stock
+
+
+def _widen_dummy_weights() -> None:
+    """vLLM draws them all from within a thousandth of zero, so that the next token follows from the last one alone."""
+    import torch
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    original = DummyModelLoader.load_weights
+
+    def wide(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, model, *args, **kwargs)
+        for name, weight in model.named_parameters():
+            if weight.device.type == "meta" or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                continue
+            leaf = name.rpartition(".")[2]
+            if weight.dim() < 2:
+                weight.data.fill_(FLAT.get(leaf, 1.0))
+            else:
+                made = torch.Generator(device=weight.device).manual_seed(zlib.crc32(name.encode()))
+                bound = WIDTH / weight[0].numel() ** 0.5
+                weight.data.uniform_(-bound, bound, generator=made)
+
+    DummyModelLoader.load_weights = wide
+
+
+def _fork_children() -> None:
+    """vLLM's CPU platform asks for spawned children whatever was wanted; each would import everything anew."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def forking(cls: Any, vllm_config: Any) -> None:
+        method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+        os.environ.pop("LD_PRELOAD", None)
+
+    CpuPlatform.check_and_update_config = classmethod(forking)
+
+
+def _schedule_asynchronously_where_asked() -> None:
+    """vLLM's CPU platform turns asynchronous scheduling off even where a flag asks for it; GPUs have it by default."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def asking(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        if os.environ.get(ASYNCHRONOUS):
+            vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(asking)
+
+
+def _inspect_models_here() -> None:
+    """vLLM looks at a model's class in a process of its own, to keep this one free of CUDA."""
+    from vllm.model_executor.models import registry
+
+    def here(work: Callable[[], T]) -> T:
+        return work()
+
+    registry._run_in_subprocess = here
+
+
+def _inspect_models_in_a_fork() -> None:
+    """The same, where this process must stay free of CUDA: a forked child need not import everything anew."""
+    from vllm.model_executor.models import registry
+
+    def forked(work: Callable[[], T]) -> T:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                with os.fdopen(writing, "wb") as out:
+                    pickle.dump(work(), out)
+                status = 0
+            finally:
+                if status:
+                    traceback.print_exc()
+                os._exit(status)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as found:
+            answer = found.read()
+        if os.waitpid(child, 0)[1]:
+            raise RuntimeError("a model's class could not be looked at; the log says why")
+        seen: T = pickle.loads(answer)
+        return seen
+
+    registry._run_in_subprocess = forked
+
+
+def _leave_cores_alone() -> None:
+    """With a connector every worker would be pinned to the last core of the machine."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])
+
+
+def _make_intermediate_tensors_late() -> None:
+    """The second pipeline stage receives into tensors that only the warm-up makes, which eager CPU engines skip."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return original(self, *args, **kwargs)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = late
+
+
+def _keep_nixl_off_the_cores() -> None:
+    """vLLM's own connector starts a progress thread in every worker, which keeps a core busy even when nothing moves."""
+    from vllm.distributed import nixl_utils
+
+    original = nixl_utils._load_nixl_attr
+
+    def load(name: str) -> Any:
+        found = original(name)
+        if name != "nixl_agent_config" or found is None:
+            return found
+
+        def quiet(**settings: Any) -> Any:
+            return found(**{**settings, "enable_prog_thread": False, "num_threads": 0})
+
+        nixl_utils.nixl_agent_config = quiet
+        return quiet
+
+    nixl_utils._load_nixl_attr = load
+
+
+def _sleep_instead_of_spinning() -> None:
+    """Processes that wait on shared memory yield in a loop; with more of them than cores, some kernels run nothing else."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = lambda: time.sleep(NAP_SECONDS)

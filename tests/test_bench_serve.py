@@ -1,0 +1,446 @@
+"""The parts of `kvferry bench serve` that need no engine: arithmetic, arms, the client, kept results and what they show."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from kvferry.bench.machine import Machine
+from kvferry.bench.plot import svg
+from kvferry.bench.serve import client, report, result, scatter, stats
+from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, chosen, defined, turns
+from kvferry.bench.serve.engine import Engine
+from kvferry.bench.serve.models import SHAPES, model
+from kvferry.bench.serve.result import Record, Row, Run, Settings
+from kvferry.bench.serve.runner import Order, left
+from kvferry.cli import app
+from kvferry.errors import BenchError
+from kvferry.fleet.device import Device, environment
+from kvferry.fleet.metrics import samples
+from kvferry.fleet.zygote import Start
+
+HOW_TO = Path(__file__).parents[1] / "docs" / "how-to.md"
+MACHINE = Machine("a processor", 2, 8.0, "6", "3", {"kvferry": "0"})
+SETTINGS = Settings(
+    model="tiny-llama",
+    device="cpu",
+    dtype="float32",
+    lengths=(257, 1025),
+    repeats=2,
+    at_once=4,
+    at_once_length=257,
+    rounds=1,
+    beside=4,
+    output=8,
+    idle_s=1.0,
+    prefills=4,
+    rate=4.0,
+    rate_s=1.0,
+    kv_cache_bytes="64M",
+    prefix_caching=True,
+    seed=0,
+)
+
+
+# Runs of blocks
+
+
+def brute_force_runs(pairs: list[tuple[int, int]]) -> int:
+    """Pairs that nothing comes right before on both sides."""
+    return sum((a - 1, b - 1) not in set(pairs) for a, b in pairs)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Two tables without repetitions, with stretches in them as vLLM hands them out."""
+
+    def table(size: int) -> list[int]:
+        ids = draw(st.permutations(range(1, size + 1)))
+        cut = draw(st.integers(0, size))
+        return [*sorted(ids[:cut], reverse=draw(st.booleans())), *ids[cut:]]
+
+    size = draw(st.integers(0, 40))
+    return table(size), table(size)
+
+
+@given(tables())
+def test_runs_are_counted_as_by_brute_force_and_whichever_side_is_sorted(both):
+    source, target = both
+    expected = brute_force_runs(list(zip(source, target, strict=True)))
+    assert scatter.runs(source, target) == expected
+    assert scatter.runs(target, source) == expected
+
+
+def test_blocks_that_descend_on_both_sides_are_one_run_and_on_one_side_none():
+    assert scatter.runs([5, 4, 3, 2], [9, 8, 7, 6]) == 1
+    assert scatter.runs([5, 4, 3, 2], [6, 7, 8, 9]) == 4
+
+
+def test_scatter_covers_all_groups_without_missing_blocks_and_blocks_behind_the_prompt():
+    found = scatter.scatter([[1, 2, 3, 4], [0, 9]], [[11, 12, 20, 21], [0, 7]], tokens=90, block_tokens=(32, 64))
+    assert (found.blocks, found.runs) == (3 + 1, 2 + 1)
+
+
+def test_the_least_scattered_request_speaks_for_all_and_short_ones_do_not():
+    assert scatter.scattered({"a": scatter.Scatter(10, 10), "b": scatter.Scatter(10, 4), "c": scatter.Scatter(2, 1)}) == 0.4
+    assert scatter.scattered({"c": scatter.Scatter(2, 2)}) == 0.0
+
+
+# Samples
+
+
+@given(st.lists(st.integers(0, 50), min_size=1), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
+def test_a_percentile_is_the_smallest_sample_that_enough_do_not_exceed(values, share):
+    enough = Fraction(str(share)) * len(values)
+    expected = min(v for v in values if sum(w <= v for w in values) >= enough)
+    assert stats.percentile(values, share) == expected
+
+
+def test_gaps_are_those_that_a_part_of_the_time_falls_into():
+    marks = [0.0, 1.0, 3.0, 6.0, 10.0]
+    assert list(stats.gaps(marks)) == [1.0, 2.0, 3.0, 4.0]
+    assert list(stats.gaps(marks, 1.5, 3.5)) == [2.0, 3.0]
+
+
+# Arms
+
+
+def test_arms_take_turns_and_each_start_begins_with_another():
+    arms = chosen("none,stock,kvferry")
+    order = turns(arms, ["eager", "graphs"], 3)
+    assert len({(start, mode, arm.name) for start, mode, arm in order}) == len(order) == 18
+    assert [arm.name for start, mode, arm in order if (start, mode) == (1, "eager")] == ["stock", "kvferry", "none"]
+    assert [start for start, _, _ in order] == sorted(start for start, _, _ in order)
+
+
+def test_an_arm_that_reads_over_nixl_alone_says_so_in_one_place():
+    connector = ARMS["kvferry-direct"].connector
+    assert connector is not None
+    assert json.loads(connector.flag())["kv_connector_extra_config"] == DIRECT_ALONE
+
+
+def test_an_arm_can_be_defined_like_another():
+    arm = defined('stock-8={"like": "stock-64", "settings": {"num_threads": 8}, "flags": ["--x"], "environment": {"A": "1"}}')
+    assert (arm.name, arm.block, arm.flags, arm.environment) == ("stock-8", 64, ("--x",), {"A": "1"})
+    assert arm.connector is not None
+    assert json.loads(arm.connector.flag("kv_consumer"))["kv_connector_extra_config"] == {"num_threads": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stock", "define an arm as"),
+        ("a={", "the definition of the arm a"),
+        ('a={"like": "stok"}', "did you mean stock"),
+        ('a={"like": "stock", "blok": 1}', "blok"),
+        ('a={"like": "none", "settings": {"b": 1}}', "no connector"),
+    ],
+)
+def test_a_wrong_definition_is_told(text, said):
+    with pytest.raises(BenchError, match=said):
+        defined(text)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_arms_differ_in_their_connector_alone(name, tmp_path):
+    made = model(name, tmp_path)
+    assert json.loads((made.folder / "config.json").read_text())["vocab_size"] == made.vocabulary
+
+    def flags(arm: str, mode: str) -> set[str]:
+        engine = Engine(made, ARMS[arm], "D", mode, Device.CUDA, tmp_path / "w", "1G", 2048, 2048, True)
+        return set(engine.arguments(1))
+
+    (added,) = flags("kvferry", "eager") - flags("none", "eager")
+    assert added.startswith("--kv-transfer-config=")
+    assert flags("stock-64", "eager") - flags("stock", "eager") == {"--block-size=64"}
+    assert flags("stock", "eager") - flags("stock", "graphs") == {"--enforce-eager"}
+
+
+def test_on_a_gpu_nothing_hides_it_and_what_was_set_outside_is_kept():
+    outside = {"UCX_TLS": "tcp", "CUDA_VISIBLE_DEVICES": "3", "LD_PRELOAD": "x"}
+    there = environment(Device.CUDA, outside)
+    assert (there["UCX_TLS"], there["CUDA_VISIBLE_DEVICES"]) == ("tcp", "3")
+    assert "LD_PRELOAD" not in there
+    assert not any(name.startswith(("VLLM_CPU", "OMP")) for name in there)
+    assert environment(Device.CPU, outside)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+# The client
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 40), max_size=12))
+def test_every_piece_of_a_stream_is_counted_wherever_it_is_cut(pieces, cuts):
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    body = b""
+    for data in [b'data: {"id":1,"token":"a"}\n\n'] * pieces + [b"data: [DONE]\n\n"]:
+        body += f"{len(data):x}\r\n".encode() + data + b"\r\n"
+    whole = head + body + b"0\r\n\r\n"
+
+    async def fed() -> client.Streamed:
+        connection = client.Connection("a request")
+        at = 0
+        for cut in cuts:
+            connection.data_received(whole[at : at + cut])
+            at += cut
+        connection.data_received(whole[at:])
+        connection.connection_lost(None)
+        return connection.streamed_whole()
+
+    found = asyncio.run(fed())
+    assert len(found.marks) == pieces
+    assert found.marks == sorted(found.marks)
+
+
+async def _answering(reply: bytes, ask):
+    """A server that answers every request with the same bytes."""
+    heard: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(re.search(rb"Content-Length: (\d+)", head)[1])
+        heard.append(head + await reader.readexactly(length))
+        writer.write(reply)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        return await ask(port), heard
+
+
+def test_a_request_carries_its_name_prompt_and_reference():
+    prompt = client.Prompt("p", 3, b"[1,2,3]")
+    content = client.body(prompt, 2, params={"remote": 7})
+    reply = b'HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"a": 17}'
+    answer, (heard,) = asyncio.run(_answering(reply, lambda port: client.ask(port, "name-1", content)))
+    assert answer == {"a": 17}
+    head, _, sent = heard.partition(b"\r\n\r\n")
+    assert b"X-Request-Id: name-1" in head
+    assert json.loads(sent)["prompt"] == [1, 2, 3]
+    assert json.loads(sent)["kv_transfer_params"] == {"remote": 7}
+
+
+def test_an_answer_in_chunks_is_put_together():
+    reply = b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\n{"a\r\n5\r\n": 1}\r\n0\r\n\r\n'
+    answer, _ = asyncio.run(_answering(reply, lambda port: client.ask(port, "n", b"{}")))
+    assert answer == {"a": 1}
+
+
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 500 No\r\n\r\nbroken", b""])
+def test_a_failed_request_is_named(reply):
+    with pytest.raises(client.UnansweredError, match=r"name-7: (HTTP 500: broken|no answer)"):
+        asyncio.run(_answering(reply, lambda port: client.ask(port, "name-7", b"{}")))
+    with pytest.raises(client.UnansweredError, match=r"name-7: (HTTP 500: broken|no answer)"):
+        asyncio.run(_answering(reply, lambda port: client.stream(port, "name-7", b"{}")))
+
+
+def test_a_stream_that_ends_with_an_error_is_no_answer():
+    reply = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {}\n\ndata: {"error": "lost"}\n\ndata: [DONE]\n\n'
+    with pytest.raises(client.UnansweredError, match="lost"):
+        asyncio.run(_answering(reply, lambda port: client.stream(port, "n", b"{}")))
+
+
+def test_metrics_are_read_with_their_labels():
+    text = '# HELP a b\na_total{engine="0",source="x, \\"y\\""} 3.0\nb 1e+06\n'
+    assert list(samples(text)) == [("a_total", {"engine": "0", "source": 'x, \\"y\\"'}, 3.0), ("b", {}, 1e6)]
+
+
+# Results
+
+
+def a_run(arm: str, start: int, factor: float, mode: str = "eager", **changes: object) -> Run:
+    """A start in which everything takes `factor` times as long."""
+    rows = [Row("first", "consecutive", 257, {"ttft": [30.0 * factor]})]
+    for order in ("consecutive", "scattered"):
+        rows += [Row("alone", order, n, {"ttft": [n * factor, n * factor + 2]}, scatter=0.97) for n in (257, 1025)]
+    rows.append(Row("at-once", "scattered", 257, {"ttft": [10 * factor, 20 * factor, 30 * factor, 40 * factor]}))
+    rows.append(Row("decode", "scattered", 257, {"idle": [5.0, 5.0], "loaded": [5 * factor, 6 * factor, 60 * factor]}))
+    rows.append(Row("prefill", "scattered", 257, {"alone": [1000.0], "read": [1000.0 / factor], "hits": [990.0]}))
+    run = Run(arm, mode, start, 16, {}, {"start": 5.0}, rows, {"257 a": [1, 2], "257 b": [3, 4]}, complete=True)
+    return replace(run, **changes)
+
+
+def a_record() -> Record:
+    runs = []
+    for start, mood in enumerate((1.0, 3.0, 1.5)):
+        factors = {"none": 1.0, "stock": 8.0, "stock-64": 6.0, "kvferry": 2.0}
+        runs += [a_run(arm, start, factor * mood) for arm, factor in factors.items()]
+    return Record(MACHINE, SETTINGS, runs)
+
+
+def shown(record: Record, title: str) -> report.Shown:
+    return next(it for it in report.summary(record).figures if it.title == title)
+
+
+def test_ratios_are_of_arms_of_one_start_and_stock_is_taken_at_its_best():
+    found = shown(a_record(), "4 × 257 at once, p50")
+    assert found.times_faster_than_stock == {"kvferry": 3.0}
+    assert found.times_the_floor["kvferry"] == 2.0
+    assert found.values["kvferry"] == 25 * 2 * 1.5
+    assert found.starts["none"] == [25.0, 75.0, 37.5]
+
+
+def test_more_is_better_for_what_is_a_rate():
+    found = shown(a_record(), "P's prefill, being read ÷ alone")
+    assert found.values["stock"] == pytest.approx(1 / 12)
+    assert found.times_faster_than_stock["kvferry"] == pytest.approx(3.0)
+
+
+def test_percentiles_and_the_worst_step_come_from_all_samples():
+    assert shown(a_record(), "decode step, during the loads, worst").starts["none"] == [60.0, 180.0, 90.0]
+    assert shown(a_record(), "decode step, during the loads, worst ÷ p50").values["none"] == 10.0
+
+
+def test_a_void_row_counts_for_nothing_and_is_told_with_its_reason():
+    record = a_record()
+    for run in record.runs:
+        if run.arm == "kvferry" and run.start < 2:
+            for row in run.rows[3:5]:
+                row.void = "not scattered"
+    found = shown(record, "257 tokens, scattered")
+    assert len(found.starts["kvferry"]) == 1
+    told = [it for it in report.remarks(report.summary(record)) if it.startswith("void")]
+    assert told == [f"void: kvferry eager {n}: alone scattered 257, alone scattered 1025: not scattered" for n in (1, 2)]
+
+
+def test_a_figure_without_samples_is_not_shown():
+    record = Record(MACHINE, SETTINGS, [Run("kvferry", "eager", 0, 16, {})])
+    assert report.summary(record).figures == []
+
+
+def test_answers_are_compared_with_those_of_the_engine_without_a_connector():
+    record = a_record()
+    record.runs[3].answers["257 b"] = [3, 5]
+    (stock, *_, kvferry) = report.summary(record).agreements
+    assert (stock.same, stock.prompts, stock.unlike) == (6, 6, 2)
+    assert (kvferry.arm, kvferry.same, kvferry.prompts) == ("kvferry", 5, 6)
+
+
+def test_a_result_survives_its_file_and_a_half_done_start_is_done_again(tmp_path):
+    record = a_record()
+    record.runs[5].complete = False
+    path = tmp_path / "serve.json"
+    result.write(path, record)
+    back = result.read(path)
+    assert msgspec.json.encode(back) == msgspec.json.encode(record)
+    made = model("tiny-llama", tmp_path)
+    order = Order(made, chosen("none,stock"), ("eager",), 4, Device.CPU, Start.FORK)
+    assert {(start, arm.name) for start, _, arm in left(order, back)} == {(1, "stock"), (3, "none"), (3, "stock")}
+    back.keep(a_run("stock", 1, 1.0))
+    assert len(back.runs) == len(record.runs)
+    assert [path.name for path in tmp_path.glob("*serve*")] == ["serve.json"]
+
+
+def test_records_are_merged_with_starts_counted_on():
+    both = result.merged([a_record(), a_record()])
+    assert [run.start for run in both.runs if run.arm == "stock"] == [0, 1, 2, 3, 4, 5]
+    assert shown(both, "4 × 257 at once, p50").times_faster_than_stock == {"kvferry": 3.0}
+
+
+def test_unlike_settings_are_not_merged():
+    other = Record(MACHINE, replace(SETTINGS, at_once=48), [])
+    with pytest.raises(BenchError, match="at_once 4 and 48"):
+        result.merged([a_record(), other])
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"bench": "transfer"}', "no JSON"])
+def test_a_file_that_is_no_result_is_told(text, tmp_path):
+    path = tmp_path / "serve.json"
+    path.write_text(text)
+    with pytest.raises(BenchError, match=r"serve\.json: "):
+        result.read(path)
+
+
+def test_the_picture_is_well_formed_and_has_a_bar_for_every_ratio():
+    bars = report.bars(report.summary(a_record()))
+    assert {bar.baseline for bar in bars} == {"stock ÷ kvferry"}
+    drawn = ET.fromstring(svg("title", bars))
+    assert len([it for it in drawn.iter() if it.text and it.text.endswith("(eager)")]) == len(bars)
+
+
+# The command
+
+
+def shown_by(*words: str) -> str:
+    done = CliRunner().invoke(app, ["bench", "serve", *words])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+def test_kept_results_are_shown_without_vllm(tmp_path):
+    path, picture = tmp_path / "serve.json", tmp_path / "serve.svg"
+    result.write(path, a_record())
+    text = shown_by("--starts", "0", "--add", str(path), "--plot", str(picture))
+    assert "1,025 tokens, scattered" in text
+    assert "stock ÷ kvferry" in text
+    assert "0.97" in text
+    assert picture.read_text().startswith("<svg")
+    document = json.loads(shown_by("--starts", "0", "--add", str(path), "--json"))
+    assert document["settings"]["at_once"] == 4
+    assert {it["title"] for it in document["figures"]} >= {"first request, 257 tokens"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--arms", "stok"), "did you mean stock"),
+        (("--modes", "fast"), "choose eager or graphs"),
+        (("--modes", "graphs", "--device", "cpu"), "CUDA graphs need a GPU"),
+        (("--only", "rats"), "choose among first"),
+        (("--lengths", "4k"), "give numbers of tokens"),
+        (("--lengths", "1"), "at least 2 tokens"),
+        (("--rounds", "0"), "--rounds 0"),
+        (("--model", "nowhere"), "a folder with a config.json"),
+        (("--start", "run"), "choose fork or spawn"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_starts(words, said):
+    done = CliRunner().invoke(app, ["bench", "serve", *words])
+    assert isinstance(done.exception, BenchError)
+    assert said in str(done.exception)
+
+
+def test_results_of_other_settings_are_not_continued(tmp_path):
+    path = tmp_path / "serve.json"
+    result.write(path, a_record())
+    done = CliRunner().invoke(app, ["bench", "serve", "--out", str(path), "--device", "cpu"])
+    assert "unlike settings" in str(done.exception)
+
+
+def documented() -> list[str]:
+    blocks = re.findall(r"^```serve\n(.*?)^```", HOW_TO.read_text(), flags=re.MULTILINE | re.DOTALL)
+    joined = "".join(blocks).replace("\\\n", " ")
+    return [line.removeprefix("$ ") for line in joined.splitlines() if line.startswith("$ ")]
+
+
+@pytest.mark.parametrize("command", documented())
+def test_a_documented_command_is_understood(command, tmp_path):
+    words = shlex.split(command)
+    assert words[:3] == ["kvferry", "bench", "serve"]
+    for option, path in pairwise(words):
+        if option == "--add":
+            result.write(tmp_path / path, a_record())
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--starts", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_commands_are_documented():
+    assert len(documented()) >= 2

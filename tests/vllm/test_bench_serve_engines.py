@@ -1,0 +1,69 @@
+"""`kvferry bench serve` on real engines: what it says must be true of them. Nothing is judged by its time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.bench.serve.result import Record, read
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[2]
+SMALL = "--model tiny-llama --lengths 257 --repeats 2 --at-once 4 --rounds 1 --idle-s 0.3 --prefills 4 --rate-s 1 --output 4"
+
+
+def bench(out: Path, *words: str) -> Record:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "kvferry", "bench", "serve", *SMALL.split(), "--out", str(out), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-3000:])
+    assert "kvferry bench serve" in done.stdout
+    return read(out)
+
+
+def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_alike(tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    record = bench(out, "--arms", "none,kvferry")
+    floor, ferried = record.runs
+    assert [run.arm for run in record.runs] == ["none", "kvferry"]
+    for run in record.runs:
+        assert run.complete
+        assert [row.void for row in run.rows if row.void] == []
+        assert {(row.name, row.order) for row in run.rows} >= {
+            ("first", "consecutive"),
+            ("alone", "consecutive"),
+            ("alone", "scattered"),
+            ("at-once", "scattered"),
+            ("decode", "scattered"),
+            ("prefill", "scattered"),
+        }
+    for row in ferried.rows:
+        if row.requests:
+            assert row.from_peer >= len(row.requests) * (row.tokens - 1)
+            assert row.moved_bytes > 0
+            assert row.scatter >= 0.9 or row.order == "consecutive"
+            assert len(row.samples["in the engine"]) == len(row.requests)
+            assert all(first > 0 for first in row.samples["in the engine"])
+    (fresh,) = [row for row in ferried.rows if (row.name, row.order) == ("alone", "consecutive")]
+    assert fresh.runs < fresh.blocks / 2
+    assert all(row.moved_bytes == row.from_peer == 0 for row in floor.rows)
+    assert ferried.answers == floor.answers
+    assert len({tuple(tokens) for tokens in floor.answers.values()}) == len(floor.answers) > 4
+    before = out.read_bytes()
+    again = bench(out, "--arms", "none,kvferry")
+    assert out.read_bytes() == before, "what the file holds is not run again"
+    assert again.done() == {(0, "eager", "none"), (0, "eager", "kvferry")}
+
+
+def test_a_spawned_server_is_looked_into_as_a_forked_one(tmp_path: Path) -> None:
+    record = bench(tmp_path / "serve.json", "--arms", "none", "--start", "spawn", "--only", "scattered")
+    (run,) = record.runs
+    assert run.started_by == "spawn"
+    assert run.complete
+    (row,) = run.rows
+    assert row.blocks > 0
