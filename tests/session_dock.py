@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -198,6 +198,7 @@ def dock(
     landings: int = 8,
     warm: bool = True,
     mapped: bool = False,
+    mover: Callable[[], HostMover] = HostMover,
 ) -> Dock:
     """`faults` are those of every consumer rank's first, second, ... read over the transport, but for those that warm its
     connections up where that has happened already; it carries nothing if all memory is `mapped`."""
@@ -215,7 +216,7 @@ def dock(
         memory = world.consumers[place(manifest.identity.rank)]
         words = Words(landings, manifest.identity)
         end = InProcessTransport(f"d{ordinal}", harbour, timeout_s=TIMEOUT_S, clock=clock)
-        carrier = Strategies(end, Mapped([HostMover()], clock)) if mapped else end
+        carrier = Strategies(end, Mapped([mover()], clock)) if mapped else end
         carrier.register([*(Storage(b.ctypes.data, b.nbytes) for b in memory.buffers if b.nbytes), words.storage])
 
         def fill(fills: Fills, buffers: list[oracle.Bytes] = memory.buffers) -> None:

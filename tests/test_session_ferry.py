@@ -727,6 +727,7 @@ def test_closing_does_not_wait_for_a_transport_that_never_returns(monkeypatch, c
     monkeypatch.setattr(end, "close", lambda: closed.append(end.name))
     monkeypatch.setattr(end, call, stuck)
     ferry.load(made.load(made.lease()))
+    made.clock.now += 1
     ferry.start()
     try:
         assert entered.wait(30)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 from msgspec.structs import replace
 
 from kvferry.session import PeerKey, Release, Welcome, meet
-from kvferry.strategy import SharedBytes
+from kvferry.strategy import HostMover, SharedBytes, Ticket
 from kvferry.strategy.mapped import LOOK_S
+from kvferry.strategy.moves import Bound
+from kvferry.strided import Ints
 from session_dock import Dock, berths, case, dock
 from test_session_ferry import ENOUGH, PAIRS, errors
 
@@ -58,15 +61,54 @@ def test_every_byte_arrives_and_none_by_descriptors(docks, hybrid, tp_p, tp_d, t
     assert made.free_landings == [8] * tp_d
 
 
+class LateMover(HostMover):
+    """Its copies are made at once, and seen to be only when they have been asked after `LATE` times."""
+
+    LATE = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = 0
+
+    def start(self, prepared: Ints, bound: Bound) -> Ticket:
+        self.started += 1
+        return Late(super().start(prepared, bound).moved, self.LATE)
+
+
+@dataclass
+class Late:
+    moved: int
+    left: int
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("ending", ["released", "expired"])
-@pytest.mark.parametrize("steps", range(4))
-def test_blocks_that_are_given_away_while_a_load_is_under_way_fail_it_unless_its_words_were_read(docks, steps, ending, hybrid):
-    """The data is copied in the first step, the words in the second; whatever is written after the lease's end is not taken."""
-    made = docks(hybrid, 2, 1)
-    lease = made.lease()
-    made.hand_in(made.load(lease))
-    said = made.step(steps)
+@pytest.mark.parametrize("by", ["the ferry's thread", "the engine's thread"])
+@pytest.mark.parametrize("looks", range(6))
+def test_blocks_that_are_given_away_while_a_load_is_under_way_fail_it_unless_its_words_were_read(
+    docks, looks, by, ending, hybrid
+):
+    made_movers: list[LateMover] = []
+
+    def mover() -> LateMover:
+        made_movers.append(LateMover())
+        return made_movers[-1]
+
+    made = docks(hybrid, 2, 1, mover=mover)
+    made.step(ENOUGH)
+    (ferry,), (found,) = made.ferries, made_movers
+    lease, before, said = made.lease(), found.started, []
+    ferry.load(made.load(lease))
+    assert found.started == before + 2
+    for _ in range(looks):
+        said += made.step() if by == "the ferry's thread" else ferry.outcomes()
+    words_read = found.started == before + 4
     if ending == "released":
         made.producer.receive(Release("1", lease, "another"), made.clock.now)
     else:
@@ -76,21 +118,47 @@ def test_blocks_that_are_given_away_while_a_load_is_under_way_fail_it_unless_its
         for memory in berth.memories[:-1]:
             memory.bytes[:] = ~memory.bytes
     (error,) = errors(said + made.step(ENOUGH))
-    if steps < 2:
-        assert "has given the blocks of the reference away" in error
-    else:
+    assert words_read or looks < 2
+    assert looks or not words_read
+    if words_read:
         assert error == ""
         assert made.differing() == []
+    else:
+        assert "has given the blocks of the reference away" in error
     assert over_the_transport(made) == 0
 
 
-def test_one_rank_whose_word_is_dead_fails_the_load(docks):
+def test_a_load_is_begun_and_ended_by_the_thread_that_asks_for_it(docks):
     made = docks(True, 2, 1)
-    lease = made.lease()
-    made.hand_in(made.load(lease))
-    assert made.step() == []
+    made.step(ENOUGH)
+    (ferry,) = made.ferries
+    ferry.load(made.load(made.lease()))
+    assert errors(ferry.outcomes()) == [""]
+    assert made.differing() == []
+
+
+def test_a_load_that_comes_while_the_ferrys_thread_is_at_it_is_left_to_it(docks):
+    made = docks(True, 2, 1)
+    made.step(ENOUGH)
+    (ferry,) = made.ferries
+    with ferry._turn:
+        ferry.load(made.load(made.lease()))
+        assert ferry.outcomes() == []
+    assert errors(made.step(ENOUGH)) == [""]
+    assert made.differing() == []
+
+
+def test_what_goes_wrong_under_the_engines_thread_is_cleared_up_by_the_ferrys(docks):
+    made = docks(True, 2, 1)
+    made.step(ENOUGH)
+    (ferry,), lease = made.ferries, made.lease()
     made.berths[1].words.kill(lease)
+    ferry._wake.wait(0)
+    ferry.load(made.load(lease))
+    assert ferry.outcomes() == []
+    assert ferry._wake.wait(0)
     assert "given the blocks" in errors(made.step(ENOUGH))[0]
+    assert made.free_landings == [8]
 
 
 def test_a_reference_that_is_replayed_after_its_slot_was_reused_fails(docks):

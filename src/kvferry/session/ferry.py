@@ -4,10 +4,12 @@
        └────────────┴────────────┴──> letting go ──> failed
 
 Nothing is said of a load before its destination is safe: a read that failed may still land, and a fill that was begun may not
-have ended. The engine's thread hands in meetings and loads and takes outcomes; only the ferry's thread touches the transport.
+have ended. The engine's thread hands in meetings and loads and takes outcomes; the transport is touched in turns.
 
 A producer is connected to, and one of its words read, when it is met: the first load then finds what later ones find. The
-thread sleeps as long as it can: it shares an interpreter with the engine.
+thread sleeps as long as it can: it shares an interpreter with the engine. Where reads may be made from any thread, the engine's
+own begins a load when it is handed in and looks after it when outcomes are asked for, if the ferry's thread is not at it: a
+copy that takes less than a millisecond would otherwise wait longer for the interpreter than for its bytes.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ _PATIENCE: Final = 4
 _READ_S: Final = 0.0015
 """Between two calls that let others read from this rank, where no thread of the transport's does that: emulated paths move
 some megabytes at each, and connections take some calls to come about."""
+_LENT_S: Final = 0.005
+"""Between two looks at loads that the engine's own thread looks after."""
 _IDLE_S: Final = 0.05
 """Between two looks at nothing: for consumers that connect before anything is prefilled for them, who can wait."""
 _WARMING: Final = 1024
@@ -88,11 +92,12 @@ class Outcome:
 @dataclass(eq=False)
 class _Link:
     """A connection to those ranks of a producer that this one reads: what reads their data and their words, by source of the
-    plan. `lost` says why it is no longer used."""
+    plan. `anywhere`: any thread may read over it. `lost` says why it is no longer used."""
 
     names: tuple[str, ...]
     data: tuple[Prepared, ...]
     words: tuple[tuple[Binder, Prepared], ...]
+    anywhere: bool
     lost: str = ""
 
 
@@ -180,6 +185,7 @@ class Ferry:
         self._landings = deque(range(words.slots))
         self._stumbled = ""
         self._wake = _Bell()
+        self._turn = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-ferry", daemon=True)
         words.watch(self._wake.set)
@@ -191,7 +197,29 @@ class Ferry:
         self._hand_in(meeting)
 
     def load(self, load: Load) -> None:
-        self._hand_in(load)
+        if not self._begun(load):
+            self._hand_in(load)
+
+    def _begun(self, load: Load) -> bool:
+        """Whether the load could begin here and now; not before anything that was handed in earlier."""
+        peer = self._peers.get(load.peer)
+        if self._commands or peer is None or peer.link is None or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if peer.link is None or not peer.link.anywhere:
+                return False
+            crossing = self._embark(load)
+            if crossing is not None:
+                self._attempt(crossing, self._advance)
+                self._call_for_help(crossing)
+        finally:
+            self._turn.release()
+        return True
+
+    def _call_for_help(self, crossing: _Crossing) -> None:
+        """What went wrong is for the ferry's thread to clear up."""
+        if crossing.error:
+            self._wake.set()
 
     def forget(self, peer: PeerKey) -> None:
         """Let go of a producer from which nothing more is to be loaded, unless it is met again."""
@@ -202,6 +230,14 @@ class Ferry:
         self._wake.set()
 
     def outcomes(self) -> list[Outcome]:
+        if self._crossings and self._turn.acquire(blocking=False):
+            try:
+                for crossing in tuple(self._crossings):
+                    if _lent(crossing):
+                        self._attempt(crossing, self._advance)
+                        self._call_for_help(crossing)
+            finally:
+                self._turn.release()
         out = []
         while self._outcomes:
             out.append(self._outcomes.popleft())
@@ -234,6 +270,8 @@ class Ferry:
     def _pause(self) -> float:
         """How long nothing needs to be done, unless something is handed in."""
         rest = self._listening
+        if self._crossings and not self._warming and not self._spent and all(map(_lent, self._crossings)):
+            return min(rest, _LENT_S)
         if self._crossings or self._warming or self._spent:
             rest = min(rest, _LONGEST_S, max(_BUSY_S, (self._clock() - self._moved_at) / _PATIENCE))
         return rest
@@ -245,6 +283,10 @@ class Ferry:
 
     def step(self) -> None:
         """Take in what was handed in, and move every load on; also what a producer needs to be read from."""
+        with self._turn:
+            self._step()
+
+    def _step(self) -> None:
         if self._commands:
             self._moved_at = self._clock()
         while self._commands:
@@ -331,7 +373,7 @@ class Ferry:
             self._lose(peer.link, f"{key} was forgotten here")
         self._peers.pop(key, None)
 
-    def _embark(self, load: Load) -> None:
+    def _embark(self, load: Load) -> _Crossing | None:
         started = self._clock()
         try:
             peer = self._peers.get(load.peer)
@@ -345,6 +387,8 @@ class Ferry:
             self._outcomes.append(Outcome(load.request, _described(error)))
         else:
             self._crossings.append(_Crossing(load, peer, loading, started))
+            return self._crossings[-1]
+        return None
 
     def _attempt(self, crossing: _Crossing, action: Callable[[_Crossing], None]) -> None:
         """Whatever goes wrong fails this load, and no other unless the connection is lost."""
@@ -396,9 +440,8 @@ class Ferry:
     def _spend(self, crossing: _Crossing) -> None:
         if crossing.reads:
             self._moved_at = self._clock()
-            self._spent += crossing.reads
+            self._spent += [read for read in crossing.reads if not self._transport.release(read)]
             crossing.reads = []
-            self._sweep()
 
     def _filled(self, crossing: _Crossing) -> bool:
         if crossing.filled is not None and crossing.filled():
@@ -441,7 +484,8 @@ class Ferry:
         except Exception:
             self._drop(set(names) - {name for other in self._peers.values() if other.link for name in other.link.names})
             raise
-        return _Link(tuple(names), tuple(data), tuple(words))
+        anywhere = all(prepared.anywhere for prepared in (*data, *(prepared for _, prepared in words)))
+        return _Link(tuple(names), tuple(data), tuple(words), anywhere)
 
     def _check(self, crossing: _Crossing, link: _Link) -> None:
         """All data has been seen to arrive: now the words are read, which say whether it was still the lease's."""
@@ -537,6 +581,11 @@ class Ferry:
             return
         remedy = f" ({path.remedy})" if path.slow and path.remedy else ""
         logger.info("%s; carried by %s%s", peer.meeting, path.name, remedy)
+
+
+def _lent(crossing: _Crossing) -> bool:
+    """Whether the engine's own thread looks after it."""
+    return crossing.link is not None and crossing.link.anywhere and not crossing.error
 
 
 def _one_start(one: PeerKey, other: PeerKey) -> bool:

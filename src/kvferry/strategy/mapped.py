@@ -90,6 +90,7 @@ class MappedPrepared:
     mover: Mover
     held: Any
     owner: _Peer
+    anywhere: bool = True
 
 
 @dataclass(eq=False)

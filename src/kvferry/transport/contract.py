@@ -91,6 +91,11 @@ class Prepared(Protocol):
         """Strided rows prepared, on both sides together."""
         ...
 
+    @property
+    def anywhere(self) -> bool:
+        """Whether any thread may make reads of it, poll and release them, one thread at a time; else the one that made it."""
+        ...
+
 
 class Read(Protocol):
     """A read under way."""
@@ -105,7 +110,7 @@ class Read(Protocol):
 
 
 class Transport(Protocol):
-    """One rank's end of the wire. Not thread-safe: one thread calls it, apart from `notify`."""
+    """One rank's end of the wire. Not thread-safe: one thread calls it, but for reads of what is prepared for `anywhere`."""
 
     @property
     def name(self) -> str: ...

@@ -69,6 +69,7 @@ class InProcessPrepared:
     indices: PreparedRows
     src: Placed
     dst: Placed
+    anywhere: bool = False
 
     @property
     def rows(self) -> int:

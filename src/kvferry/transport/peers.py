@@ -31,6 +31,7 @@ class NixlPrepared:
     indices: PreparedRows
     merging: Merging
     lists: Lists
+    anywhere: bool = False
 
 
 @dataclass(eq=False)
