@@ -40,6 +40,7 @@ def kind_of(kind: oracle.Kind) -> m.LayerKind:
                 reach_of(kind.reach),
                 planes=kind.planes,
                 page_align=kind.align,
+                partial=kind.partial,
             )
         case oracle.OpaqueCells():
             return m.OpaqueCells(kind.tag, kind.bytes_per_token, kind.head_slots, reach_of(kind.reach))

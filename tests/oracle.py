@@ -197,7 +197,8 @@ class Latent(Kind):
 
 @dataclass(frozen=True)
 class Compressed(Kind):
-    """Entries of several tokens. A kernel block holds the first part of all its entries, then each plane of all."""
+    """Entries of several tokens, `partial` if they are written as their tokens come. A kernel block holds the first part of
+    all its entries, then each plane of all."""
 
     part: str = "entry"
     width: int = 1
@@ -206,6 +207,11 @@ class Compressed(Kind):
     reach: Reach = FULL
     planes: tuple[tuple[str, int], ...] = ()
     align: int = 1
+    partial: bool = False
+
+    @property
+    def moves_partial_entries(self) -> bool:
+        return self.partial
 
     @property
     def widths(self) -> dict[str, int]:

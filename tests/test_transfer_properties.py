@@ -43,7 +43,8 @@ def token_kinds(
         case "compressed":
             planes = tuple((f"scale{i}", width) for i, width in enumerate(draw(st.lists(small, max_size=2))))
             align = draw(st.sampled_from([1, 1, 12]))
-            return oracle.Compressed("entry", draw(small), draw(st.sampled_from(ratios)), draw(items), reach, planes, align)
+            width, ratio, partial = draw(small), draw(st.sampled_from(ratios)), draw(st.booleans())
+            return oracle.Compressed("entry", width, ratio, draw(items), reach, planes, align, partial)
     return oracle.OpaqueCells("private", draw(small), draw(st.sampled_from([0, *shared])), reach)
 
 

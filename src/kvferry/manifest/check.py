@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import isfinite, prod
@@ -187,6 +187,11 @@ class _Panel:
     def end(self) -> int:
         return self.offset + (self.group.blocks - 1) * self.stride + span(self.repeats) + self.length
 
+    @property
+    def within_block(self) -> bool:
+        """Whether the panel ends before its next block begins: its own pieces are known to be apart."""
+        return self.group.blocks == 1 or span(self.repeats) + self.length <= self.stride
+
     def extended(self, other: _Panel) -> bool:
         """Take in `other` if it continues this panel and no run of both reaches into the next block."""
         if (other.group.id, other.stride, other.repeats) != (self.group.id, self.stride, self.repeats):
@@ -223,6 +228,8 @@ def _check_disjoint(manifest: Manifest, groups: dict[int, Group], footprints: Se
             if left < 0:
                 worst = max(panels, key=lambda p: p.pieces)
                 raise ManifestError(f"{worst.parts[0]}: more than {MAX_PIECES:,} separate pieces in one block")
+            if len(panels) == 1 and panels[0].within_block:
+                continue
             stride = _common_stride(panels)
             if stride is None:
                 marks -= sum(p.pieces * p.group.blocks for p in panels)
@@ -252,7 +259,7 @@ def _joined(parts: Iterable[_Panel]) -> list[_Panel]:
     """The same bytes in fewer panels: a packed page becomes one, and so do pages behind each other."""
     out: list[_Panel] = []
     for part in sorted(parts, key=lambda p: (p.group.id, p.stride, p.offset)):
-        out.append(replace(part, parts=list(part.parts)))
+        out.append(_Panel(part.group, part.stride, part.offset, part.length, part.repeats, list(part.parts)))
         while len(out) > 1 and out[-2].extended(out[-1]):
             out.pop()
     return out

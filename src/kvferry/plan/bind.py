@@ -28,6 +28,8 @@ Table = Sequence[int] | npt.NDArray[np.integer] | int
 _ORIGIN: Final = np.zeros(1, np.int32)
 _ORIGIN.setflags(write=False)
 _NARROW: Final = np.iinfo(np.int32).max
+_SHORT: Final = 512
+"""A table up to here is sorted as fast as it is seen to be sorted."""
 
 
 @dataclass(frozen=True)
@@ -413,16 +415,18 @@ def _numbers(given: Table) -> npt.NDArray[Any]:
 
 def _inside(table: npt.NDArray[Any], blocks: int) -> bool:
     """Whether all ids are a block's or HOLE."""
+    if len(table) == 1:
+        return HOLE <= int(table[0]) < blocks
     return not len(table) or (int(table.min()) >= HOLE and int(table.max()) < blocks)
 
 
 def _repeats(table: Ids) -> bool:
     """Whether a block is named twice."""
-    if len(table) < 2 or (table[1:] > table[:-1]).all():
+    if len(table) < 2 or (len(table) > _SHORT and (table[1:] > table[:-1]).all()):
         return False
     ordered = np.sort(table)
-    taken = ordered[np.searchsorted(ordered, HOLE, side="right") :]
-    return bool((taken[1:] == taken[:-1]).any())
+    same = ordered[1:] == ordered[:-1]
+    return bool(same.any()) and int(ordered[1:][same].max()) != HOLE
 
 
 def _wanted(need: Need, group: Group, request: Request) -> tuple[int, int, int]:
