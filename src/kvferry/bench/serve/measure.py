@@ -11,7 +11,7 @@ import asyncio
 import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final
@@ -113,6 +113,16 @@ class Measuring:
         self._orders: dict[str, str] = {}
 
     async def all(self) -> None:
+        """What was measured before something failed is judged too, where the engines still answer."""
+        try:
+            await self._in_turn()
+        except UnansweredError:
+            with suppress(UnansweredError, OSError):
+                await self._judge()
+            raise
+        await self._phase("look", self._judge())
+
+    async def _in_turn(self) -> None:
         if FIRST in self._rows:
             await self._phase(FIRST, self._first())
         if CONSECUTIVE in self._rows:
@@ -129,7 +139,6 @@ class Measuring:
             await self._phase(PREFILL, self._prefill())
         if RATE in self._rows:
             await self._phase(RATE, self._rate())
-        await self._phase("look", self._judge())
 
     async def _phase(self, name: str, work: Awaitable[None]) -> None:
         self._told(name)
