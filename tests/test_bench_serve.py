@@ -309,6 +309,11 @@ def test_percentiles_and_the_worst_step_come_from_all_samples():
     assert shown(a_record(), "decode step, during the loads, worst ÷ p50").values["none"] == 10.0
 
 
+def test_rows_are_compared_within_one_run():
+    assert shown(a_record(), "first request ÷ later ones").starts["none"] == [30 / 258, 90 / 772, 45 / 386.5]
+    assert shown(a_record(), "1,025 tokens, scattered ÷ consecutive").values["stock"] == 1.0
+
+
 def test_a_void_row_counts_for_nothing_and_is_told_with_its_reason():
     record = a_record()
     for run in record.runs:

@@ -179,9 +179,10 @@ class Measuring:
             for side in self._sides():
                 await self._quiet(side)
             found = self._scatter_of(row)
-            if self._alone or scattered(found) >= SCATTERED:
-                many = sum(it.blocks for it in found.values())
-                self._told(f"scattered: {sum(it.runs for it in found.values())} runs of {many} blocks")
+            blocks = sum(it.blocks for it in found.values())
+            if self._alone or blocks < FEW or scattered(found) >= SCATTERED:
+                told = f"{sum(it.runs for it in found.values())} runs of {blocks} blocks"
+                self._told(f"scattered: {told}" if blocks >= FEW else f"{told}: too few to tell whether they are scattered")
                 return
         raise UnansweredError(
             f"after {SHUFFLES} shuffles of the free lists a prompt of {tokens} tokens has {scattered(found):.2f} × as many "
@@ -317,7 +318,7 @@ class Measuring:
         for row in self.run.rows:
             found = self._scatter_of(row)
             row.blocks, row.runs = sum(it.blocks for it in found.values()), sum(it.runs for it in found.values())
-            if found:
+            if any(it.blocks >= FEW for it in found.values()):
                 row.scatter = round(scattered(found), 3)
             here = self._consumer.held
             first = [_ms(here[name].first_s) for name in row.requests if name in here]
@@ -342,7 +343,7 @@ class Measuring:
             return f"{row.from_peer} of {tokens} prompt tokens came from P"
         if len(found) < len(row.requests):
             return f"the blocks of {len(row.requests) - len(found)} requests are not known"
-        telling = any(it.blocks >= FEW for it in found.values())
+        telling = row.scatter >= 0
         if row.order == SHUFFLED and telling and row.scatter < SCATTERED:
             return f"a request's blocks form {row.scatter:.2f} × as many runs as there are blocks: not scattered"
         if row.order == CONSECUTIVE and telling and row.runs > row.blocks / 2:

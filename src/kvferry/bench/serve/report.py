@@ -24,7 +24,7 @@ _SHARES: Final = {P50: "p50", P90: "p90", P99: "p99", WORST: "worst"}
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a run: the `share` of a row's samples, divided by that of `over` if it is given."""
+    """One number of a run: the `share` of a row's samples, divided by that of `over`, of the same row or of `over_row`."""
 
     title: str
     unit: str
@@ -32,6 +32,7 @@ class Figure:
     sample: str
     share: float = P50
     over: tuple[str, float] | None = None
+    over_row: tuple[str, str, int] | None = None
     more_is_better: bool = False
 
     def of(self, run: Run) -> float | None:
@@ -39,7 +40,7 @@ class Figure:
         value = _share(row, self.sample, self.share)
         if value is None or self.over is None:
             return value
-        below = _share(row, *self.over)
+        below = _share(run.row(self.over_row) if self.over_row else row, *self.over)
         return value / below if below else None
 
 
@@ -57,6 +58,14 @@ def figures(settings: Settings) -> list[Figure]:
         for n in settings.lengths:
             out.append(_ttft(f"{n:,} tokens, {order}", (ALONE, order, n)))
             out.append(Figure(f"{n:,} tokens, {order}, in D's engine", "ms", (ALONE, order, n), "in the engine"))
+    start, longest = settings.lengths[0], settings.lengths[-1]
+    out.append(
+        Figure("first request ÷ later ones", "", out[0].row, "ttft", over=("ttft", P50), over_row=(ALONE, CONSECUTIVE, start))
+    )
+    scattered, fresh = (ALONE, SHUFFLED, longest), (ALONE, CONSECUTIVE, longest)
+    out.append(
+        Figure(f"{longest:,} tokens, scattered ÷ consecutive", "", scattered, "ttft", over=("ttft", P50), over_row=fresh)
+    )
     loads = (AT_ONCE, SHUFFLED, settings.at_once_length)
     out += [_ttft(f"{many} at once, {_SHARES[share]}", loads, share) for share in (P50, P90, P99)]
     out.append(Figure(f"{many} at once, in D's engine, p50", "ms", loads, "in the engine"))
