@@ -272,7 +272,9 @@ def a_run(arm: str, start: int, factor: float, mode: str = "eager", **changes: o
     rows.append(Row("at-once", "scattered", 257, {"ttft": [10 * factor, 20 * factor, 30 * factor, 40 * factor]}))
     rows.append(Row("decode", "scattered", 257, {"idle": [5.0, 5.0], "loaded": [5 * factor, 6 * factor, 60 * factor]}))
     rows.append(Row("prefill", "scattered", 257, {"alone": [1000.0], "read": [1000.0 / factor], "hits": [990.0]}))
-    run = Run(arm, mode, start, 16, {}, {"start": 5.0}, rows, {"257 a": [1, 2], "257 b": [3, 4]}, complete=True)
+    connector = ARMS[arm].connector
+    configured = json.loads(connector.flag()) if connector else {}
+    run = Run(arm, mode, start, 16, configured, {"start": 5.0}, rows, {"257 a": [1, 2], "257 b": [3, 4]}, complete=True)
     return replace(run, **changes)
 
 
@@ -307,6 +309,11 @@ def test_percentiles_and_the_worst_step_come_from_all_samples():
     assert shown(a_record(), "decode step, during the loads, worst ÷ p50").values["none"] == 10.0
 
 
+def test_rows_are_compared_within_one_run():
+    assert shown(a_record(), "first request ÷ later ones").starts["none"] == [30 / 258, 90 / 772, 45 / 386.5]
+    assert shown(a_record(), "1,025 tokens, scattered ÷ consecutive").values["stock"] == 1.0
+
+
 def test_a_void_row_counts_for_nothing_and_is_told_with_its_reason():
     record = a_record()
     for run in record.runs:
@@ -317,6 +324,14 @@ def test_a_void_row_counts_for_nothing_and_is_told_with_its_reason():
     assert len(found.starts["kvferry"]) == 1
     told = [it for it in report.remarks(report.summary(record)) if it.startswith("void")]
     assert told == [f"void: kvferry eager {n}: alone scattered 257, alone scattered 1025: not scattered" for n in (1, 2)]
+
+
+def test_a_row_that_was_cut_off_before_its_blocks_were_looked_at_does_not_count():
+    record = a_record()
+    for run in record.runs:
+        run.rows[0].requests = ["a"]
+        run.rows[0].blocks = 9 if run.arm == "stock" else 0
+    assert list(shown(record, "first request, 257 tokens").values) == ["stock"]
 
 
 def test_a_figure_without_samples_is_not_shown():

@@ -49,7 +49,7 @@ class Usual:
 
 USUAL: Final = {
     Device.CPU: Usual("tiny-llama", "257,1025", 8, 257, "64M", 4.0),
-    Device.CUDA: Usual("llama-3.1-8b", "4097,32001", 48, 4097, "28G", 4.0),
+    Device.CUDA: Usual("llama-3.1-8b", "4000,32000", 48, 4000, "28G", 4.0),
 }
 
 
@@ -212,7 +212,7 @@ def _show(found: report.Summary, as_json: bool, plot: Path | None) -> None:
 def _lengths(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and len(word) < 9 for word in words):
-        raise BenchError(f"--lengths {text}: give numbers of tokens separated by commas, like 4097,32001")
+        raise BenchError(f"--lengths {text}: give numbers of tokens separated by commas, like 4000,32000")
     return tuple(map(int, words))
 
 

@@ -2,7 +2,8 @@
 
 Importing is most of what starting a tiny engine costs and half of what a large one costs, and forked servers share what was
 imported. The process ends, and ends every server it started, when its standard input closes, so that nothing outlives a run
-that was killed. Nothing here may touch CUDA: a process that forked after that could not use it.
+that was killed. Nothing here may touch CUDA: a process that forked after that could not use it. Where vLLM itself spawns the
+process of an engine, that one imports this module under another name and is patched as its parent was.
 """
 
 from __future__ import annotations
@@ -166,6 +167,10 @@ def serve(arguments: Sequence[str]) -> None:
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))
 
+
+if __name__ == "__mp_main__":
+    patches.apply(Device(sys.argv[1]))
+    patches.apply_ordered()
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -56,9 +56,13 @@ class Server:
         self._group = zygote.fork(engine.arguments(self.port), engine.variables(free_port()), self.log)
         self._alive = os.pidfd_open(self._group)
 
-    def wait(self, seconds: float = READY_SECONDS) -> Server:
+    def wait(self, seconds: float = READY_SECONDS, beside: Iterable[Server] = ()) -> Server:
+        """Nor is it waited for where one of those `beside` it has ended."""
         deadline = time.monotonic() + seconds
         while not self._healthy():
+            for other in beside:
+                if other.died():
+                    raise ServerError(f"{other.name} ended before it was ready.\n{other.tail()}")
             if self.died(POLL_SECONDS):
                 raise ServerError(f"{self.name} ended before it was ready.\n{self.tail()}")
             if time.monotonic() > deadline:
@@ -129,7 +133,7 @@ def servers(zygote: Zygote, engines: Mapping[str, Engine], *, or_refused: bool =
             if or_refused:
                 server.refused()
             else:
-                server.wait()
+                server.wait(beside=started.values())
         yield started
     finally:
         for server in started.values():

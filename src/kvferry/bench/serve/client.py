@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvferry.errors import BenchError
 from kvferry.fleet.server import MODEL
 
-ANSWER_SECONDS: Final = 120.0
+ANSWER_SECONDS: Final = 90.0
 _PIECE_END: Final = b"\n\n"
 _HEAD_END: Final = b"\r\n\r\n"
 _KEPT: Final = 4096

@@ -11,7 +11,7 @@ import asyncio
 import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final
@@ -113,6 +113,16 @@ class Measuring:
         self._orders: dict[str, str] = {}
 
     async def all(self) -> None:
+        """What was measured before something failed is judged too, where the engines still answer."""
+        try:
+            await self._in_turn()
+        except UnansweredError:
+            with suppress(UnansweredError, OSError):
+                await self._judge()
+            raise
+        await self._phase("look", self._judge())
+
+    async def _in_turn(self) -> None:
         if FIRST in self._rows:
             await self._phase(FIRST, self._first())
         if CONSECUTIVE in self._rows:
@@ -129,7 +139,6 @@ class Measuring:
             await self._phase(PREFILL, self._prefill())
         if RATE in self._rows:
             await self._phase(RATE, self._rate())
-        await self._phase("look", self._judge())
 
     async def _phase(self, name: str, work: Awaitable[None]) -> None:
         self._told(name)
@@ -170,9 +179,10 @@ class Measuring:
             for side in self._sides():
                 await self._quiet(side)
             found = self._scatter_of(row)
-            if self._alone or scattered(found) >= SCATTERED:
-                many = sum(it.blocks for it in found.values())
-                self._told(f"scattered: {sum(it.runs for it in found.values())} runs of {many} blocks")
+            blocks = sum(it.blocks for it in found.values())
+            if self._alone or blocks < FEW or scattered(found) >= SCATTERED:
+                told = f"{sum(it.runs for it in found.values())} runs of {blocks} blocks"
+                self._told(f"scattered: {told}" if blocks >= FEW else f"{told}: too few to tell whether they are scattered")
                 return
         raise UnansweredError(
             f"after {SHUFFLES} shuffles of the free lists a prompt of {tokens} tokens has {scattered(found):.2f} × as many "
@@ -308,7 +318,7 @@ class Measuring:
         for row in self.run.rows:
             found = self._scatter_of(row)
             row.blocks, row.runs = sum(it.blocks for it in found.values()), sum(it.runs for it in found.values())
-            if found:
+            if any(it.blocks >= FEW for it in found.values()):
                 row.scatter = round(scattered(found), 3)
             here = self._consumer.held
             first = [_ms(here[name].first_s) for name in row.requests if name in here]
@@ -333,7 +343,7 @@ class Measuring:
             return f"{row.from_peer} of {tokens} prompt tokens came from P"
         if len(found) < len(row.requests):
             return f"the blocks of {len(row.requests) - len(found)} requests are not known"
-        telling = any(it.blocks >= FEW for it in found.values())
+        telling = row.scatter >= 0
         if row.order == SHUFFLED and telling and row.scatter < SCATTERED:
             return f"a request's blocks form {row.scatter:.2f} × as many runs as there are blocks: not scattered"
         if row.order == CONSECUTIVE and telling and row.runs > row.blocks / 2:

@@ -14,10 +14,9 @@ from kvferry.bench.plot import Bar
 from kvferry.bench.serve.measure import ALONE, AT_ONCE, CONSECUTIVE, DECODE, FIRST, PREFILL, RATE, SHUFFLED
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.stats import percentile
+from kvferry.fleet.connectors import OURS, STOCK, Connector
 
 FLOOR: Final = "none"
-STOCK: Final = "stock"
-OURS: Final = "kvferry"
 
 P50, P90, P99, WORST = 0.5, 0.9, 0.99, 1.0
 _SHARES: Final = {P50: "p50", P90: "p90", P99: "p99", WORST: "worst"}
@@ -25,7 +24,7 @@ _SHARES: Final = {P50: "p50", P90: "p90", P99: "p99", WORST: "worst"}
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a run: the `share` of a row's samples, divided by that of `over` if it is given."""
+    """One number of a run: the `share` of a row's samples, divided by that of `over`, of the same row or of `over_row`."""
 
     title: str
     unit: str
@@ -33,6 +32,7 @@ class Figure:
     sample: str
     share: float = P50
     over: tuple[str, float] | None = None
+    over_row: tuple[str, str, int] | None = None
     more_is_better: bool = False
 
     def of(self, run: Run) -> float | None:
@@ -40,7 +40,7 @@ class Figure:
         value = _share(row, self.sample, self.share)
         if value is None or self.over is None:
             return value
-        below = _share(row, *self.over)
+        below = _share(run.row(self.over_row) if self.over_row else row, *self.over)
         return value / below if below else None
 
 
@@ -58,6 +58,14 @@ def figures(settings: Settings) -> list[Figure]:
         for n in settings.lengths:
             out.append(_ttft(f"{n:,} tokens, {order}", (ALONE, order, n)))
             out.append(Figure(f"{n:,} tokens, {order}, in D's engine", "ms", (ALONE, order, n), "in the engine"))
+    start, longest = settings.lengths[0], settings.lengths[-1]
+    out.append(
+        Figure("first request ÷ later ones", "", out[0].row, "ttft", over=("ttft", P50), over_row=(ALONE, CONSECUTIVE, start))
+    )
+    scattered, fresh = (ALONE, SHUFFLED, longest), (ALONE, CONSECUTIVE, longest)
+    out.append(
+        Figure(f"{longest:,} tokens, scattered ÷ consecutive", "", scattered, "ttft", over=("ttft", P50), over_row=fresh)
+    )
     loads = (AT_ONCE, SHUFFLED, settings.at_once_length)
     out += [_ttft(f"{many} at once, {_SHARES[share]}", loads, share) for share in (P50, P90, P99)]
     out.append(Figure(f"{many} at once, in D's engine, p50", "ms", loads, "in the engine"))
@@ -95,6 +103,11 @@ class Shown(Struct, frozen=True):
     times_the_floor: dict[str, float]
 
 
+def _carried_by(connector: Connector, runs: Sequence[Run]) -> list[str]:
+    """The arms with this connector, whatever its settings."""
+    return list(dict.fromkeys(run.arm for run in runs if run.connector.get("kv_connector") == connector.kind))
+
+
 class Agreement(Struct, frozen=True):
     """Prompts whose first tokens are those of the arm without a connector, of those that both answered; and how many unlike
     answers that arm gave, since a model that always says the same agrees with anything."""
@@ -109,6 +122,7 @@ class Agreement(Struct, frozen=True):
 class Summary(Struct, frozen=True):
     bench: str
     arms: list[str]
+    ours: list[str]
     machine: Machine
     settings: Settings
     figures: list[Shown]
@@ -126,6 +140,7 @@ def summary(record: Record) -> Summary:
     return Summary(
         record.bench,
         list(dict.fromkeys(run.arm for run in record.runs)),
+        _carried_by(OURS, record.runs),
         record.machine,
         record.settings,
         [it for it in shown if it.values],
@@ -159,9 +174,9 @@ def _shown(figure: Figure, mode: str, runs: Sequence[Run]) -> Shown:
         if value is not None:
             found.setdefault(run.arm, {})[run.start] = value
     best = max if figure.more_is_better else min
-    stock = _best([by_start for arm, by_start in found.items() if arm.startswith(STOCK)], best)
+    stock = _best([found[arm] for arm in _carried_by(STOCK, runs) if arm in found], best)
     floor = found.get(FLOOR, {})
-    ours = {arm: by_start for arm, by_start in found.items() if arm.startswith(OURS)}
+    ours = {arm: found[arm] for arm in _carried_by(OURS, runs) if arm in found}
     faster = {arm: _ratio(by_start, stock, figure.more_is_better) for arm, by_start in ours.items()}
     slower = {arm: _ratio(floor, by_start, figure.more_is_better) for arm, by_start in found.items() if arm != FLOOR}
     return Shown(
@@ -239,7 +254,7 @@ def table(found: Summary, mode: str) -> tuple[tuple[str, ...], list[tuple[str, .
     shown = [it for it in found.figures if it.mode == mode]
     arms = [arm for arm in found.arms if any(arm in it.values for it in shown)]
     faster = [arm for arm in found.arms if any(arm in it.times_faster_than_stock for it in shown)]
-    floored = [arm for arm in found.arms if arm.startswith(OURS) and any(arm in it.times_the_floor for it in shown)]
+    floored = [arm for arm in found.ours if any(arm in it.times_the_floor for it in shown)]
     head = ("", "unit", *arms, *(f"stock ÷ {arm}" for arm in faster), *(f"{arm} ÷ none" for arm in floored))
     rows = [
         (

@@ -86,7 +86,8 @@ class Run(Struct):
         return self.start, self.mode, self.arm
 
     def row(self, key: tuple[str, str, int]) -> Row | None:
-        return next((row for row in self.rows if row.key == key and not row.void), None)
+        """Only one that counts: what was cut off before the blocks of its requests were looked at does not."""
+        return next((it for it in self.rows if it.key == key and not it.void and (it.blocks or not it.requests)), None)
 
 
 class Record(Struct, frozen=True):

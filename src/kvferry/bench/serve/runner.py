@@ -28,6 +28,7 @@ from kvferry.fleet.zygote import Start, Zygote
 BATCHED_TOKENS: Final = 8192
 ROOM: Final = 256
 MOST: Final = 100_000
+ERROR_LINES: Final = 3
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _one(
         made.phases["stop"] = round(monotonic() - began, 2)
         made.complete = True
     except (ServerError, BenchError, OSError) as error:
-        made.error = str(error)
+        made.error = "\n".join(str(error).splitlines()[:ERROR_LINES])
         watcher.told(f"{label}: failed: {made.error}")
     finally:
         gc.enable()
