@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from served import Engine, engines, load, side, sides
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.engines.vllm import KVFerryConnector, register
@@ -369,6 +371,17 @@ class TestPrefills:
                 assert there.outputs["r"].kv_transfer_params == NOTHING
             assert there.held == 0
 
+    @pytest.mark.parametrize(("name", "kept"), [("cmpl-1-0-5a", False), ("1_chatcmpl-2", False), ("mine", True)])
+    def test_a_stream_that_cannot_carry_a_reference_holds_nothing(
+        self, name: str, kept: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with engines(Setup("nemotron-h", engine="P")) as (there,):
+            params = there.prefill(name, PROMPT[:40], output_kind=RequestOutputKind.DELTA)
+            assert params is not None
+            assert params["do_remote_prefill"] is kept
+            assert bool(slots(there)) is kept
+            assert (f"request {name} asks for a prefill for others in a stream" in caplog.text) is not kept
+
     def test_the_producer_that_has_no_word_left_hands_out_no_reference(self) -> None:
         with engines(Setup("llama", engine="P")) as (there,):
             there.connector.scheduler._producer._free.clear()
@@ -547,6 +560,21 @@ class TestTables:
         found = tables_of(groups, tuple([10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(len(groups))), 20)
         assert [found[i] for i in states] == [10 * i + 1 for i in states]
 
+    @pytest.mark.parametrize("mode", ["none", "align"])
+    def test_a_group_of_states_of_several_shapes_has_one_state_too(self, mode: str) -> None:
+        shapes = (((3, 8), (4, 16)), ((3, 16), (4, 8)))
+        specs = {
+            f"layers.{i}": MambaSpec(
+                block_size=32, shapes=some, dtypes=(torch.float32,) * 2, page_size_padded=1024, mamba_cache_mode=mode
+            )
+            for i, some in enumerate(shapes)
+        }
+        merged = UniformTypeKVCacheSpecs.from_specs(specs)
+        assert merged is not None
+        for names in (list(specs), []):
+            found = tables_of([KVCacheGroupSpec(names, merged)], ([11, 12, 13],), 70)
+            assert found == {0: 11 if mode == "none" else 13}
+
     @pytest.mark.parametrize("ids", [[], [0], [0, 0]])
     def test_a_state_that_no_block_holds_is_refused(self, ids: list[int]) -> None:
         groups = workers(Setup("nemotron-h"), "P")[0].kv_cache_config.kv_cache_groups
@@ -558,6 +586,14 @@ class TestTables:
             blocks = prefilled(there)["kvferry"]["blocks"]
             assert [table[:3].count(HOLE) for _, table in sorted(blocks.items())] == [2, 2, 0]
             assert not any(0 in table for table in blocks.values())
+
+    def test_a_stage_without_layers_of_a_group_of_several_shapes_has_the_group_too(self) -> None:
+        worker = workers(Setup("llama"), "P")[0]
+        (group,) = worker.kv_cache_config.kv_cache_groups
+        merged = UniformTypeKVCacheSpecs.from_specs({"layers.7": group.kv_cache_spec, "layers.8": group.kv_cache_spec})
+        config = replace_field(worker.kv_cache_config, "kv_cache_groups", [group, KVCacheGroupSpec([], merged)])
+        groups = dataclasses.replace(worker, kv_cache_config=config).manifest("P").groups
+        assert [(found.id, found.tokens) for found in groups] == [(0, 32), (1, 32)]
 
 
 class TestFills:
@@ -630,6 +666,34 @@ class TestNames:
         config = replace_field(worker.vllm_config, "parallel_config", parallel)
         with as_rank(worker.setup, worker.vllm_config), pytest.raises(ManifestError, match=rf"{field} > 1: .*set it to 1"):
             KVConnectorFactory.create_connector(config, role, worker.kv_cache_config)
+
+    @pytest.mark.parametrize(
+        ("inside", "field", "value", "said"),
+        [
+            ("kv_transfer_config", "kv_buffer_device", "cuda", "kv_buffer_device is 'cuda', .* on 'cpu'; leave it out"),
+            ("kv_transfer_config", "enable_permute_local_kv", True, "enable_permute_local_kv .*leave it out"),
+            ("kv_transfer_config", "kv_port", 7600, "kv_port is 7600, .* with listen in kv_connector_extra_config"),
+            ("model_config", "enable_sleep_mode", True, "without --enable-sleep-mode"),
+            ("aux_output_config", "enable_return_routed_experts", True, "without --enable-return-routed-experts"),
+        ],
+        ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+    )
+    @pytest.mark.parametrize("role", list(KVConnectorRole))
+    def test_settings_that_are_not_served_are_refused(
+        self, inside: str, field: str, value: Any, said: str, role: KVConnectorRole
+    ) -> None:
+        worker = workers(Setup("llama", engine="P"), "P")[0]
+        changed = replace_field(getattr(worker.vllm_config, inside), field, value)
+        config = replace_field(worker.vllm_config, inside, changed)
+        with as_rank(worker.setup, worker.vllm_config), pytest.raises(SessionError, match=said):
+            KVConnectorFactory.create_connector(config, role, worker.kv_cache_config)
+
+    def test_no_setting_of_a_transfer_is_ignored(self) -> None:
+        """A setting that a later vLLM adds has to be looked at."""
+        served = {"kv_connector", "kv_connector_module_path", "kv_connector_extra_config", "engine_id", "kv_role"}
+        refused = {"kv_buffer_device", "enable_permute_local_kv", "kv_port"}
+        fields = {field.name for field in dataclasses.fields(KVTransferConfig)}
+        assert fields == served | refused | {"kv_load_failure_policy"}
 
     @pytest.mark.parametrize(
         ("options", "said"),

@@ -15,6 +15,7 @@ from kvferry.engines.vllm.layouts import Cell, certified
 from kvferry.engines.vllm.states import StateLayer, dtype_name, state_parts
 from kvferry.engines.vllm.surface import Group as VllmGroup
 from kvferry.engines.vllm.surface import KVCacheConfig, Layers, Tensor, VllmConfig
+from kvferry.engines.vllm.tables import spec_of
 from kvferry.errors import ManifestError
 from kvferry.manifest.kinds import Shard, split_or_replicate
 from kvferry.manifest.page import Extent, whole
@@ -108,7 +109,7 @@ def manifest_of(
         for name in group.layer_names:
             layer = worker.layers[name]
             if getattr(layer, "kv_sharing_target_layer_name", None) is None:
-                spec = _layer_spec(group.kv_cache_spec, name)
+                spec = spec_of(group.kv_cache_spec, name)
                 parts = _parts(name, layer, spec, kv_caches[name], worker)
                 placed.append((name, index, _reach(layer, spec), not getattr(layer, "is_draft_layer", False), parts))
     return _assemble(identity, groups, placed)
@@ -121,19 +122,13 @@ def refuse_context_parallel(config: VllmConfig) -> None:
             raise ManifestError(f"{field} > 1: token ownership over context-parallel ranks is not supported; set it to 1")
 
 
-def _layer_spec(spec: Any, name: str) -> Any:
-    """A group of one type but several shapes carries a spec for each layer."""
-    by_layer: Mapping[str, Any] = getattr(spec, "kv_cache_specs", {})
-    return by_layer.get(name, spec)
-
-
 def _kind(spec: Any) -> str:
     return type(spec).__name__
 
 
 def _group(index: int, group: VllmGroup, kv_caches: Mapping[str, Tensor], worker: _Worker, hashed: bool) -> Group:
     names = group.layer_names
-    spec = _layer_spec(group.kv_cache_spec, names[0]) if names else group.kv_cache_spec
+    spec = spec_of(group.kv_cache_spec, names[0] if names else "")
     where = names[0] if names else f"group {index}"
     if group.host_resident:
         raise ManifestError(f"{where}: group {index} lives in host memory beside the device pool: not supported; turn it off")

@@ -9,6 +9,7 @@ Knows vLLM's requests and block ids, never bytes. A request is at most one of tw
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -163,6 +164,13 @@ class SchedulerHalf:
             return
         tokens = request.prompt_token_ids
         request.max_tokens = 1
+        if _is_streamed_without_params(request):
+            logger.error(
+                "request %s asks for a prefill for others in a stream, and vLLM's streams carry no kv_transfer_params: nothing "
+                "is kept for it; ask with stream false",
+                request.request_id,
+            )
+            return
         if tokens is None or len(tokens) < 2 or not _is_told_by_tokens(request) or not _ends_after_one_step(request):
             return
         if any(place + length >= len(tokens) for _, place, length in _media(request)):
@@ -403,6 +411,13 @@ def _is_told_by_tokens(request: Any) -> bool:
 def _ends_after_one_step(request: Any) -> bool:
     """A prompt that is fed in pieces goes on; logprobs of the prompt and pooling want all of it."""
     return not request.resumable and not request.skip_reading_prefix_cache and request.pooling_params is None
+
+
+def _is_streamed_without_params(request: Any) -> bool:
+    """Streams of vLLM's completions and chat completions, which it names so; who calls the engine itself sees every field."""
+    sampling = request.sampling_params
+    streamed = sampling is not None and sampling.output_kind.name != "FINAL_ONLY"
+    return streamed and re.match(r"(\d+_)?(chat)?cmpl-", request.request_id) is not None
 
 
 def _media(request: Any) -> list[tuple[str, int, int]]:
