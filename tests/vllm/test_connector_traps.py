@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ from engine import Setup, as_rank, workers
 from served import Engine, engines, load, side, sides
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole, supports_hma
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.engines.vllm import KVFerryConnector, register
@@ -485,6 +489,60 @@ class TestWaysOut:
             assert arrival.differences() == []
 
 
+class TestComingBack:
+    """An engine that produces and consumes may be sent its own references by a router."""
+
+    @pytest.mark.parametrize("tp", [1, 2])
+    @pytest.mark.parametrize("model", ["nemotron-h", "gemma3"])
+    def test_a_reference_that_comes_back_is_loaded(self, model: str, tp: int) -> None:
+        with engines(Setup(model, tp=tp, engine="both")) as (both,):
+            params = prefilled(both, "there")
+            arrival = load(both, both, "here", PROMPT, params, source="there")
+            assert arrival.differences() == []
+            both.step_until(lambda: "here" in both.outputs and not both.scheduler.requests)
+            both.idle()
+            assert both.outputs["here"].finish_reason is FinishReason.LENGTH
+            assert both.scheduled["here"] == 1
+            assert both.held == 0
+            assert (both.counted["loaded"], both.counted["released"]) == (1, 1)
+            assert set(both.reported["received"].values()) == {1}
+            assert all(moved["moved"] == needed for moved, needed in zip(both.moved, arrival.needed, strict=True))
+
+    def test_what_its_prefix_cache_holds_is_not_loaded(self) -> None:
+        with engines(Setup("llama", engine="both", prefix_caching=True)) as (both,):
+            params = prefilled(both, "there", PROMPT[:129])
+            both.scheduler.add_request(both.request("here", PROMPT[:129], params))
+            both.step_until(lambda: "here" in both.outputs and not both.scheduler.requests)
+            both.idle()
+            assert both.held == 0
+            assert (both.counted["nothing"], both.counted["released"]) == (1, 1)
+
+
+class TestBesideOthers:
+    """Among several connectors each hears of what all of them have finished."""
+
+    @pytest.mark.parametrize("failed", [False, True])
+    def test_what_another_connector_loaded_is_not_ours(self, failed: bool) -> None:
+        with engines(*sides("llama", {}, side(failure_policy="recompute"))) as (there, here):
+            request = here.request("r", PROMPT, prefilled(there))
+            here.connector.on_new_request(request)
+            here.connector.update_state_after_alloc(request, here.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0)
+            reported = KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"} if failed else set())
+            here.connector.update_connector_output(reported)
+            here.connector.request_finished_all_groups(request, ([],))
+            counted = here.connector.get_kv_connector_stats()
+            assert counted is not None
+            assert counted.data == {"nothing": 1}
+            assert not here.connector.scheduler._decodes
+            released(there)
+
+    def test_cards_of_another_connector_are_refused(self) -> None:
+        with engines(Setup("llama", engine="P")) as (there,):
+            foreign = KVConnectorHandshakeMetadata()
+            with pytest.raises(SessionError, match=r"KVConnectorHandshakeMetadata .*name KVFerryConnector first"):
+                there.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): foreign})
+
+
 class TestPeers:
     def test_a_producer_that_is_named_at_the_start_is_known_before_the_first_request(self) -> None:
         with engines(Setup("nemotron-h", tp=2, engine="P")) as (there,):
@@ -647,6 +705,20 @@ class TestNames:
             assert isinstance(made, KVFerryConnector)
         finally:
             made.shutdown()
+
+    def test_loaded_by_its_module_it_is_known_by_its_name(self) -> None:
+        """As vLLM looks up the statistics of one connector among several, in a process of its own."""
+        code = (
+            "from vllm.config import KVTransferConfig;"
+            "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory;"
+            "from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector;"
+            "one = dict(kv_connector='KVFerryConnector', kv_connector_module_path='kvferry.engines.vllm', kv_role='kv_both');"
+            "factory.get_connector_class(KVTransferConfig(**one));"
+            "print(MultiConnector.build_kv_connector_stats({'KVFerryConnector': {'loaded': 1}}).reduce())"
+        )
+        environment = {**os.environ, "VLLM_PLUGINS": ""}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+        assert done.stdout.splitlines()[-1:] == ["{'KVFerryConnector': {'loaded': 1}}"], done.stderr[-2000:]
 
     def test_vllm_is_told_of_it_by_an_entry_point(self) -> None:
         tomllib = pytest.importorskip("tomllib")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from shared_engines import Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
+from shared_engines import Among, Ferried, Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
 
 from crossing import legs
 from crossing.compare import difference
@@ -374,6 +374,14 @@ def test_several_answers_to_one_prompt_are_all_right(pair: list[Server], truth: 
     seen = since(consumer, before, lambda m: m.loaded + m.failed >= 4)
     assert seen.loaded >= 2, str(seen)
     all_given_back(producer)
+
+
+@pytest.mark.parametrize("kind", [Ferried, Among], ids=["alone", "among several connectors"])
+def test_an_engine_loads_what_it_prefilled_itself(fleet: Fleet, truth: Truth, kind: type[Ferried]) -> None:
+    """As behind a router that does not tell the two legs apart."""
+    (both,) = fleet.up(llama(fleet, "P") if kind is Ferried else llama(fleet, "among", kind=kind))
+    assert_crosses(both, both, truth, seed=101)
+    all_given_back(both)
 
 
 def test_where_failed_loads_shall_fail_the_client_sees_an_error(fleet: Fleet, truth: Truth) -> None:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvferry.engines.vllm import register
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.refusals import refuse_unserved
@@ -147,3 +148,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> FerryMetrics:
         return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+register()
+"""vLLM looks a connector among several up by its name, also where it was loaded by its module's."""

@@ -49,10 +49,12 @@ NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
 
 
 class Stage(Enum):
-    """WAITING: no blocks yet. LOADING: ranks read. OVER: nothing more will be loaded for it."""
+    """WAITING: no blocks yet. LOADING: ranks read. ABANDONED: it ended, and ranks still read. OVER: nothing is loaded for it by
+    this connector, though another one may."""
 
     WAITING = "waiting"
     LOADING = "loading"
+    ABANDONED = "abandoned"
     OVER = "over"
 
 
@@ -121,7 +123,15 @@ class SchedulerHalf:
         self._evict = evict
 
     def ranks(self, cards: Mapping[tuple[int, int], RankCard]) -> None:
-        """The cards of all ranks, once; from now on greetings are answered. Meets the peers of the options."""
+        """The cards of all ranks, once; from now on greetings are answered. Meets the peers of the options.
+
+        Beside other connectors the first one's cards are given to all."""
+        for found in cards.values():
+            if not isinstance(found, RankCard):
+                raise SessionError(
+                    f"{type(found).__name__} was given in place of KVFerry's cards: of several connectors, name "
+                    "KVFerryConnector first"
+                )
         self._cards = tuple(self._stamped(found.card) for _, found in sorted(cards.items()))
         if self._listener is not None:
             self._listener.welcome(Welcome(self._engine, self._incarnation, self._options.lease_s, self._cards))
@@ -323,7 +333,7 @@ class SchedulerHalf:
                 self._decodes[identity].unhashable |= blocks
         for identity in received:
             decode = self._decodes.get(identity)
-            if decode is None:
+            if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
                 continue
             if identity in failed:
                 decode.unhashable = frozenset()
@@ -332,9 +342,9 @@ class SchedulerHalf:
             else:
                 self._stats.count("loaded")
                 self._stats.count("tokens", decode.loaded)
-            aborted = decode.stage is Stage.OVER
+            abandoned = decode.stage is Stage.ABANDONED
             self._over(identity, decode, "failed" if identity in failed else "loaded")
-            if aborted:
+            if abandoned:
                 del self._decodes[identity]
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -351,7 +361,7 @@ class SchedulerHalf:
         if decode is None:
             return
         if decode.stage is Stage.LOADING:
-            decode.stage = Stage.OVER
+            decode.stage = Stage.ABANDONED
             return
         if decode.stage is Stage.WAITING:
             self._over(identity, decode, "finished before it was loaded")
