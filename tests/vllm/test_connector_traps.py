@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,16 @@ from byte_crossing import HOLE
 from engine import Setup, as_rank, workers
 from served import Engine, engines, load, side, sides
 from vllm.config import KVTransferConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole, supports_hma
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
@@ -25,6 +36,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.engines.vllm import KVFerryConnector, register
+from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.scheduler import _digest
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
 from kvferry.engines.vllm.tables import tables_of
@@ -518,6 +530,84 @@ class TestComingBack:
             assert (both.counted["nothing"], both.counted["released"]) == (1, 1)
 
 
+def picture(seed: int, name: str, *, place: int = 3) -> MultiModalFeatureSpec:
+    """What a processor makes of an image, in types that they use."""
+    rng = torch.Generator().manual_seed(seed)
+    held = {
+        "pixels": torch.rand(12, 8, generator=rng, dtype=torch.bfloat16),
+        "tiles": [torch.rand(2, 3, generator=rng), torch.rand(4, 3, generator=rng)],
+        "grid": torch.tensor([1, 2, 3]),
+        "scale": 2.0,
+    }
+    data = MultiModalKwargsItem({k: MultiModalFieldElem(v, MultiModalSharedField(batch_size=1)) for k, v in held.items()})
+    return MultiModalFeatureSpec(data, "image", name, PlaceholderRange(offset=place, length=12), name)
+
+
+class TestMedia:
+    """Without a processor cache and prefix caching, vLLM names media by the request they came with."""
+
+    @staticmethod
+    def said(engine: Engine, params: dict[str, Any] | None, *media: MultiModalFeatureSpec) -> Request:
+        request = engine.request("r", PROMPT, params)
+        request.mm_features = list(media)
+        return request
+
+    @staticmethod
+    @contextmanager
+    def pair(*, named: str) -> Iterator[tuple[Engine, Engine]]:
+        """`named` are the sides whose names say what media are."""
+        with engines(*sides("llama", {}, {})) as both:
+            for letter, engine in zip("PD", both, strict=True):
+                engine.connector.scheduler._media_by_content = letter not in named
+            yield both
+
+    def crossed(self, there: Engine, here: Engine, one: MultiModalFeatureSpec, other: MultiModalFeatureSpec) -> bool:
+        """Whether the consumer takes a prompt with `other` for what the producer prefilled with `one`."""
+        params = prefilled(there)
+        at_producer = self.said(there, {"do_remote_decode": True}, one)
+        there.connector.on_new_request(at_producer)
+        say(params, digest=there.connector.scheduler._prefills.pop("r").digest)
+        at_consumer = self.said(here, params, other)
+        here.connector.on_new_request(at_consumer)
+        return here.connector.scheduler._decodes["r"].reason == ""
+
+    @pytest.mark.parametrize("named", ["", "D"])
+    def test_the_same_picture_is_the_same_under_any_name(self, named: str) -> None:
+        with self.pair(named=named) as (there, here):
+            assert self.crossed(there, here, picture(1, "renderer0-mm-1"), picture(1, "renderer0-mm-2"))
+
+    def test_another_picture_is_another_prompt_under_any_name(self) -> None:
+        with self.pair(named="") as (there, here):
+            assert not self.crossed(there, here, picture(1, "renderer0-mm-1"), picture(2, "renderer0-mm-1"))
+
+    def test_names_that_say_what_they_name_are_taken_at_their_word(self) -> None:
+        with self.pair(named="PD") as (there, here):
+            assert self.crossed(there, here, picture(1, "5f3a"), picture(1, "5f3a"))
+
+    def test_every_byte_of_a_picture_counts_and_nothing_runs_together(self) -> None:
+        one = content_of(picture(1, "a"))
+        changed = []
+        for key, value in (
+            ("pixels", torch.zeros(12, 8, dtype=torch.bfloat16)),
+            ("tiles", [torch.zeros(6, 3)]),
+            ("grid", torch.tensor([12, 3])),
+            ("scale", 3.0),
+            ("more", torch.empty(0)),
+        ):
+            other = picture(1, "a")
+            other.data[key] = MultiModalFieldElem(value, MultiModalSharedField(batch_size=1))
+            changed.append(content_of(other))
+        assert len({one, *changed}) == 6
+        assert one == content_of(picture(1, "b"))
+
+    @pytest.mark.parametrize(("gigabytes", "caching", "by_request"), [(0, False, True), (0, True, False), (4, False, False)])
+    def test_when_names_say_nothing(self, gigabytes: float, caching: bool, by_request: bool) -> None:
+        config = workers(Setup("llama", prefix_caching=caching), "P")[0].vllm_config
+        media = replace_field(config.model_config, "multimodal_config", MultiModalConfig(mm_processor_cache_gb=gigabytes))
+        assert are_named_by_request(replace_field(config, "model_config", media)) is by_request
+        assert not are_named_by_request(config)
+
+
 class TestBesideOthers:
     """Among several connectors each hears of what all of them have finished."""
 
@@ -561,6 +651,15 @@ class TestPeers:
         with engines(Setup("llama", engine="D", options=(("peers", ("127.0.0.1:1",)),))) as (here,):
             here.scheduler.add_request(here.request("r", PROMPT, None))
             assert ended(here) is FinishReason.LENGTH
+
+    def test_other_weights_of_one_configuration_are_another_model(self, caplog: pytest.LogCaptureFixture) -> None:
+        one, other = (side(options=(("weights", name),)) for name in ("base", "tuned"))
+        with engines(*sides("llama", one, other)) as (there, here):
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there)))
+            assert ended(here) is FinishReason.ERROR
+            assert here.counted["refused"] == 1
+            assert re.search(r"model LlamaFor.* weights base\) there, LlamaFor.* weights tuned\) here", caplog.text)
+            released(there)
 
     def test_another_model_is_refused_when_a_request_names_it(self) -> None:
         with engines(Setup("llama", engine="P"), Setup("llama-2kv", engine="D")) as (there, here):

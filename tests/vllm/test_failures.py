@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 from shared_engines import Among, Ferried, Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
 
 from crossing import legs
@@ -585,6 +589,28 @@ def test_engines_that_share_a_key_cross_and_others_recompute(fleet: Fleet, truth
         assert "under another key" in consumer.log.read_text()
     producer, friend = fleet.up(engines[0], llama(fleet, "friend", settings={**QUICK, "key_file": str(files[0])}))
     assert_crosses(producer, friend, truth)
+
+
+def test_two_fine_tunes_of_one_configuration_do_not_cross(fleet: Fleet, truth: Truth, tmp_path: Path) -> None:
+    """A third engine serves a copy of the first one's checkpoint, at another place."""
+    base = llama(fleet, "P")
+    tuned, copied = (_at(base, tmp_path / name) for name in ("tuned", "copied"))
+    for file in tuned.checkpoint.folder.glob("*.safetensors"):
+        held = load_file(file)
+        save_file({name: weight * 1.01 if "3.self_attn.v_proj" in name else weight for name, weight in held.items()}, file)
+    producer, consumer, other = fleet.up(base, tuned, copied)
+    tokens = prompt(200, 102)
+    wanted, before = legs.ask(consumer, tokens), meter(consumer)
+    assert_right(legs.cross(producer, consumer, tokens).decode, wanted)
+    assert_loads(consumer, before, refused=1)
+    assert re.search(r"weights \w{16}\) there, .* weights \w{16}\) here", consumer.log.read_text())
+    assert_crosses(producer, other, truth, seed=103)
+
+
+def _at(engine: Engine, folder: Path) -> Engine:
+    """The same, with a copy of its checkpoint."""
+    shutil.copytree(engine.checkpoint.folder, folder)
+    return replace(engine, checkpoint=replace(engine.checkpoint, folder=folder))
 
 
 def test_listening_beyond_this_machine_without_a_key_ends_the_start(fleet: Fleet) -> None:

@@ -23,8 +23,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     index. `advertise`: the host that references name, where it is not the one listened on. `key_file`: the cluster's shared
     key; needed to listen beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
     refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent. `greeting_s`: how long a producer
-    may take to answer. `read_s`: how long a read may go without progress. `progress_thread`, `window`, `backend`,
-    `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
+    may take to answer. `weights`: what the model's weights are called, where a digest of the checkpoint does not do. `read_s`:
+    how long a read may go without progress. `progress_thread`, `window`, `backend`, `backend_parameters`, `ucx`: see
+    `kvferry.transport.NixlOptions`.
     """
 
     listen: str = "127.0.0.1:0"
@@ -33,6 +34,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     peers: tuple[str, ...] = ()
     lease_s: Seconds = 60.0
     greeting_s: Seconds = 15.0
+    weights: Annotated[str, Meta(max_length=96)] = ""
     read_s: Seconds = 30.0
     progress_thread: bool | None = None
     window: Annotated[int, Meta(ge=1)] = 4096

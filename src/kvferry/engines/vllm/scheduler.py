@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
+from kvferry.engines.vllm.identity import adapter_of, fingerprint
+from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import tables_of
@@ -93,6 +95,8 @@ class SchedulerHalf:
     ) -> None:
         transfer = config.kv_transfer_config
         self._engine: str = transfer.engine_id
+        self._model = fingerprint(config, options.weights)
+        self._media_by_content = are_named_by_request(config)
         self._incarnation = secrets.token_hex(8)
         self._groups: Sequence[Any] = kv_cache_config.kv_cache_groups
         self._options, self._clock = options, clock
@@ -149,8 +153,8 @@ class SchedulerHalf:
             logger.warning("%s; it is met when the first request names it", error)
 
     def _stamped(self, card: Card) -> Card:
-        """Ranks do not know the start they belong to."""
-        identity = msgspec.structs.replace(card.caches.identity, incarnation=self._incarnation)
+        """Ranks know neither the start they belong to, nor, where they have no checkpoint at hand, the weights they serve."""
+        identity = msgspec.structs.replace(card.caches.identity, incarnation=self._incarnation, model=self._model)
         return msgspec.structs.replace(card, caches=msgspec.structs.replace(card.caches, identity=identity))
 
     def _meet(self, peer: PeerKey, welcome: Welcome) -> Meeting:
@@ -183,12 +187,13 @@ class SchedulerHalf:
             return
         if tokens is None or len(tokens) < 2 or not _is_told_by_tokens(request) or not _ends_after_one_step(request):
             return
-        if any(place + length >= len(tokens) for _, place, length in _media(request)):
+        media = (feature.mm_position for feature in request.mm_features)
+        if any(place.offset + place.length >= len(tokens) for place in media):
             return
         del tokens[-1:]
         del request._all_token_ids[-1:]
         request.num_prompt_tokens -= 1
-        self._prefills[request.request_id] = _Prefill(len(tokens), _digest(request, len(tokens)))
+        self._prefills[request.request_id] = _Prefill(len(tokens), _digest(request, len(tokens), self._media_by_content))
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
         found = self._decodes[request.request_id] = _Decode(None)
@@ -212,7 +217,8 @@ class SchedulerHalf:
             raise BadReferenceError("a prompt of embeddings cannot be compared with what was prefilled")
         if reference.tokens >= len(tokens):
             raise BadReferenceError(f"the reference covers {reference.tokens} tokens, the prompt has {len(tokens)}")
-        if reference.digest != _digest(request, reference.tokens):
+        ways = (False, True) if request.mm_features and not self._media_by_content else (self._media_by_content,)
+        if all(reference.digest != _digest(request, reference.tokens, by_content) for by_content in ways):
             raise BadReferenceError("the reference is of another prompt, adapter, media or salt")
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -430,17 +436,15 @@ def _is_streamed_without_params(request: Any) -> bool:
     return streamed and re.match(r"(\d+_)?(chat)?cmpl-", request.request_id) is not None
 
 
-def _media(request: Any) -> list[tuple[str, int, int]]:
-    """Identity, place and length of everything that is not text."""
-    return [(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
-
-
-def _digest(request: Any, tokens: int) -> str:
-    lora = request.lora_request
-    media = [(name, place) for name, place, _ in _media(request) if place < tokens]
+def _digest(request: Any, tokens: int, media_by_content: bool = False) -> str:
+    media = [
+        (content_of(feature) if media_by_content else feature.identifier, feature.mm_position.offset)
+        for feature in request.mm_features
+        if feature.mm_position.offset < tokens
+    ]
     return digest(
         request.prompt_token_ids[:tokens],
-        adapter=lora.lora_name if lora is not None else "",
+        adapter=adapter_of(request.lora_request),
         media=media,
         salt=request.cache_salt or "",
     )
