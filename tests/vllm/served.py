@@ -261,6 +261,9 @@ class Arrival:
         """Called once blocks are allocated at the consumer and nothing is loading yet. `source` is what the producer calls it,
         where that is another name."""
         retained = retained_by(self.producer.ranks, self.producer.table(source or name, tokens))
+        if self.producer.setup.drafter != self.consumer.setup.drafter:
+            count = self.consumer.config.model_config.get_total_num_hidden_layers()
+            retained = {layer: first for layer, first in retained.items() if f".{count}." not in layer}
         here = self.consumer.table(name, tokens)
         for rank, worker in enumerate(self.consumer.ranks):
             now = worker.memory.copy()

@@ -17,10 +17,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from shared_engines import Among, Ferried, Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
 
-from crossing import legs
+from crossing import architectures, legs
 from crossing.compare import difference
 from crossing.legs import Answer, Leg, Prompt, prompt
 from crossing.patches import ASYNCHRONOUS
@@ -611,6 +613,35 @@ def _at(engine: Engine, folder: Path) -> Engine:
     """The same, with a copy of its checkpoint."""
     shutil.copytree(engine.checkpoint.folder, folder)
     return replace(engine, checkpoint=replace(engine.checkpoint, folder=folder))
+
+
+@pytest.mark.parametrize("at", ["consumer", "producer"])
+def test_a_drafter_that_one_side_runs_alone_costs_nothing(fleet: Fleet, truth: Truth, checkpoints: Path, at: str) -> None:
+    speculative = json.dumps({"method": "eagle", "model": str(eagle(checkpoints)), "num_speculative_tokens": 2})
+    plain = llama(fleet, "P")
+    drafting = llama(fleet, "drafting", policy="fail", flags=(*POOL, f"--speculative-config={speculative}"))
+    producer, consumer = fleet.up(*((plain, drafting) if at == "consumer" else (drafting, plain)))
+    for seed in (104, 105):
+        tokens = prompt(211, seed)
+        wanted, before = legs.ask(fleet.up(plain)[0], tokens), meter(consumer)
+        got = legs.cross(producer, consumer, tokens).decode
+        assert got.tokens == wanted.tokens, got
+        assert assert_loads(consumer, before, loaded=1).tokens == len(tokens) - 1
+    all_given_back(producer)
+    all_given_back(consumer)
+
+
+def eagle(checkpoints: Path) -> Path:
+    """One layer that guesses what the tiny llama will say, as badly as chance has it."""
+    folder = checkpoints / "eagle"
+    if not folder.exists():
+        config = architectures.llama(num_hidden_layers=1)
+        config.save_pretrained(folder)
+        held = transformers.LlamaModel(config).state_dict()
+        held = {name: weight for name, weight in held.items() if name not in ("norm.weight", "layers.0.input_layernorm.weight")}
+        held["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) / config.hidden_size
+        save_file(held, folder / "model.safetensors")
+    return folder
 
 
 def test_listening_beyond_this_machine_without_a_key_ends_the_start(fleet: Fleet) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, Literal
 
+from kvferry.engines.vllm.drafters import drafted_layers
 from kvferry.engines.vllm.layouts import Cell, certified
 from kvferry.engines.vllm.states import StateLayer, dtype_name, state_parts
 from kvferry.engines.vllm.surface import Group as VllmGroup
@@ -70,6 +71,7 @@ class _Worker:
     shard: Shard
     version: str
     conv: Literal["ds", "sd"]
+    drafted: frozenset[str]
 
 
 def manifest_of(
@@ -91,13 +93,15 @@ def manifest_of(
     refuse_context_parallel(vllm_config)
     if conv_layout not in ("SD", "DS"):
         raise ManifestError(f"conv layout {conv_layout!r} is neither SD nor DS")
+    layers = vllm_config.compilation_config.static_forward_context
     worker = _Worker(
         vllm_config,
-        vllm_config.compilation_config.static_forward_context,
+        layers,
         kv_cache_config.num_blocks,
         Shard(identity.rank.tp, identity.rank.tp_size),
         version,
         "sd" if conv_layout == "SD" else "ds",
+        drafted_layers([name for name in layers if name in kv_caches], vllm_config, layers),
     )
     groups: list[Group] = []
     placed: list[tuple[str, int, Reach, bool, tuple[_Placed, ...]]] = []
@@ -111,7 +115,7 @@ def manifest_of(
             if getattr(layer, "kv_sharing_target_layer_name", None) is None:
                 spec = spec_of(group.kv_cache_spec, name)
                 parts = _parts(name, layer, spec, kv_caches[name], worker)
-                placed.append((name, index, _reach(layer, spec), not getattr(layer, "is_draft_layer", False), parts))
+                placed.append((name, index, _reach(layer, spec), name not in worker.drafted, parts))
     return _assemble(identity, groups, placed)
 
 
@@ -163,7 +167,7 @@ def _reach(layer: Any, spec: Any) -> Reach:
 def _parts(name: str, layer: Any, spec: Any, tensor: Tensor, worker: _Worker) -> tuple[_Placed, ...]:
     if _kind(spec) == "MambaSpec":
         return _state(name, layer, spec, tensor, worker)
-    heads = _heads(name, layer, spec, worker)
+    heads = _heads(name, spec, worker)
     shape, stride = tensor.shape, tensor.stride()
     if len(shape) != 4 or shape[1] != heads.count:
         raise ManifestError(f"{name}: a cache of shape {tuple(shape)} does not have one slot a head for {heads.count} kv heads")
@@ -188,7 +192,7 @@ def _kernel_blocks(name: str, tensor: Tensor, spec: Any, worker: _Worker) -> int
     return ratio
 
 
-def _heads(name: str, layer: Any, spec: Any, worker: _Worker) -> Extent:
+def _heads(name: str, spec: Any, worker: _Worker) -> Extent:
     """A rank with several heads has an equal share; with one it may be a replica, and the model must say of what."""
     local: int = spec.num_kv_heads
     size = worker.shard.size
@@ -197,8 +201,7 @@ def _heads(name: str, layer: Any, spec: Any, worker: _Worker) -> Extent:
     total = local * size
     if local == 1 and size > 1:
         config = worker.config
-        draft = getattr(layer, "is_draft_layer", False)
-        model = config.speculative_config.draft_model_config if draft else config.model_config
+        model = config.speculative_config.draft_model_config if name in worker.drafted else config.model_config
         index = next((int(piece) for piece in name.split(".") if piece.isdigit()), 0)
         total = model.model_arch_config[index].total_num_kv_heads
         if total > size:

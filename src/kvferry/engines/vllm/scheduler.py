@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
+from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.identity import adapter_of, fingerprint
 from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.options import Options
@@ -160,7 +161,8 @@ class SchedulerHalf:
     def _meet(self, peer: PeerKey, welcome: Welcome) -> Meeting:
         if not self._cards:
             raise SessionError("this engine is still starting; ask again")
-        meeting = meet(peer, welcome, [card.caches for card in self._cards])
+        mine = [card.caches for card in self._cards]
+        meeting = meet(peer, without_other_drafters(welcome, mine), mine)
         logger.info("%s", meeting)
         return meeting
 
