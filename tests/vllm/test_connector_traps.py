@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 from byte_crossing import HOLE
 from engine import Setup, as_rank, workers
-from served import Engine, engines, load, side, sides
+from served import Engine, engines, load, loaded, side, sides
 from vllm.config import KVTransferConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -499,6 +500,147 @@ class TestWaysOut:
             assert here.failed == {(1, "r")}
             arrival = load(there, here, "next", PROMPT, prefilled(there, "next"))
             assert arrival.differences() == []
+
+
+class TestSiblings:
+    """Several prompts in one request: vLLM answers with the parameters of the first, and gives them to all at the consumer."""
+
+    NAMES = tuple(f"cmpl-7-{i}-{i}0000000" for i in range(3))
+    PROMPTS = (PROMPT, OTHER[:70], OTHER[:100])
+
+    def prefilled(self, there: Engine) -> dict[str, Any]:
+        """All are prefilled before the answer leaves."""
+        answers = [prefilled(there, *part) for part in zip(self.NAMES, self.PROMPTS, strict=True)]
+        return answers[0]
+
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_each_prompt_finds_its_own_reference(self, tp: int) -> None:
+        with engines(*sides("nemotron-h", side(tp=3 - tp), side(tp=tp))) as (there, here):
+            params = self.prefilled(there)
+            for name, prompt in zip(self.NAMES, self.PROMPTS, strict=True):
+                here.scheduler.add_request(here.request(name, prompt, dict(params)))
+            arrival = loaded(there, here, {name: len(p) - 1 for name, p in zip(self.NAMES, self.PROMPTS, strict=True)})
+            assert arrival.differences() == []
+            for name in self.NAMES:
+                assert ended_among(here, name) is FinishReason.LENGTH
+                assert here.scheduled[name] == 1
+            there.step_until(lambda: not there.scheduler.requests)
+            assert (here.counted["loaded"], there.counted["released"]) == (3, 3)
+            assert (here.held, there.held) == (0, 0)
+            assert not there.connector.scheduler._siblings._families
+
+    def test_the_first_may_be_over_before_the_others_ask(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = self.prefilled(there)
+            for done, (name, prompt) in enumerate(zip(self.NAMES, self.PROMPTS, strict=True), 1):
+                here.scheduler.add_request(here.request(name, prompt, dict(params)))
+                assert ended(here, name) is FinishReason.LENGTH
+                there.step_until(lambda done=done: there.counted["released"] == done)
+            assert here.counted["loaded"] == 3
+
+    def test_a_prompt_that_was_not_among_them_is_refused(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = self.prefilled(there)
+            prefilled(there, "cmpl-8-0-00000000", OTHER)
+            here.scheduler.add_request(here.request("r", OTHER, params))
+            assert ended(here) is FinishReason.ERROR
+            assert here.counted["refused"] == 1
+            assert len(there.connector.scheduler._producer) == 4
+
+    def test_a_prompt_of_one_token_among_them_is_computed(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = prefilled(there, self.NAMES[0])
+            assert there.prefill(self.NAMES[1], PROMPT[:1]) == NOTHING
+            here.scheduler.add_request(here.request("r", PROMPT[:1], params))
+            assert ended(here) is FinishReason.LENGTH
+            assert (here.counted["nothing"], here.counted["refused"]) == (1, 0)
+
+    @pytest.mark.parametrize(
+        "names",
+        [("0_cmpl-9-0-5a5a5a5a", "1_cmpl-9-0-5a5a5a5a"), ("cmpl-9-0-5a5a5a5a", "cmpl-9-1-5b5b5b5b")],
+        ids=["two answers", "one prompt twice"],
+    )
+    def test_parts_with_one_prompt_share_a_lease(self, names: tuple[str, str]) -> None:
+        with engines(*sides("nemotron-h", {}, {})) as (there, here):
+            requests = [there.request(name, PROMPT, {"do_remote_decode": True}) for name in names]
+            for request in requests:
+                there.scheduler.add_request(request)
+            params = [there.finish_prefill(request) for request in requests]
+            assert params[0] == params[1]
+            there.idle()
+            assert len(slots(there)) == 1
+            assert (there.counted["held"], there.counted["aborted"]) == (1, 1)
+            for name in names:
+                here.scheduler.add_request(here.request(name, PROMPT, params[0]))
+            for name in names:
+                assert ended_among(here, name) is FinishReason.LENGTH
+            released(there)
+
+    def test_a_request_that_is_sent_again_has_a_lease_of_its_own(self) -> None:
+        with engines(Setup("llama", engine="P")) as (there,):
+            one, other = (prefilled(there, f"cmpl-9-0-5a5a5a5{i}") for i in range(2))
+            assert lease_of(one) != lease_of(other)
+
+    def test_what_is_published_stands_while_others_are_prefilled(self) -> None:
+        with engines(Setup("llama", engine="P", budget=64)) as (there,):
+            prefilled(there, self.NAMES[0], PROMPT[:40])
+            prefilled(there, "cmpl-8-0-00000000", OTHER[:40])
+            there.scheduler.add_request(there.request(self.NAMES[1], PROMPT, {"do_remote_decode": True}))
+            for _ in range(2):
+                later(there, 50.0)
+                there.step()
+            assert self.NAMES[1] in there.scheduler.requests
+            there.idle()
+            assert there.counted["expired"] == 1
+            assert len(slots(there)) == 2
+
+    def test_a_request_that_ends_while_its_reference_is_sought_releases_it(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            half, wait = here.connector.scheduler, threading.Event()
+            params, ask = self.prefilled(there), half._seek
+
+            def slow(*args: Any) -> Any:
+                assert wait.wait(60)
+                return ask(*args)
+
+            half._seek = slow
+            here.scheduler.add_request(here.request("r", self.PROMPTS[1], params))
+            here.step_until(lambda: half._decodes["r"].sought is not None)
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            assert not half._decodes
+            wait.set()
+            there.step_until(lambda: there.counted["released"] == 1)
+            assert not here.reported["received"]
+
+    @pytest.mark.parametrize("policy", ["fail", "recompute"])
+    def test_a_producer_that_does_not_answer_costs_the_prompt_and_not_the_engine(self, policy: str) -> None:
+        with engines(*sides("llama", {}, side(failure_policy=policy))) as (there, here):
+            params = self.prefilled(there)
+
+            def broken(*args: Any) -> Any:
+                raise OSError("the line is cut")
+
+            there.connector.scheduler._listener._find = broken
+            half = here.connector.scheduler
+            half._options = msgspec.structs.replace(half._options, greeting_s=0.5)
+            here.scheduler.add_request(here.request("r", self.PROMPTS[1], params))
+            assert ended(here) is (FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH)
+            assert here.counted["refused"] == 1
+
+    def test_a_request_that_vllm_rejects_releases_its_lease(self) -> None:
+        """vLLM tells the connector of it with a request of one token that is aborted at once."""
+        with engines(*sides("llama", {}, {})) as (there, here):
+            rejected = here.request("r", [0], prefilled(there))
+            rejected.abort_immediately = True
+            here.scheduler.add_request(rejected)
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            released(there)
+
+
+def ended_among(engine: Engine, name: str) -> FinishReason:
+    """How a request ended, while others may not have."""
+    engine.step_until(lambda: name in engine.outputs)
+    return engine.outputs[name].finish_reason
 
 
 class TestComingBack:

@@ -367,11 +367,12 @@ def test_a_prefill_computes_one_token_whatever_its_client_asks_for(either_pair: 
 
 
 def test_several_answers_to_one_prompt_are_all_right(pair: list[Server], truth: Truth) -> None:
-    """One reference, two requests of it: the first to have loaded frees the producer, the other loads or recomputes."""
+    """One reference, two requests of it: the first to have loaded frees the producer, the other loads or recomputes. The
+    producer keeps one request's blocks, however many answers it was asked for."""
     producer, consumer = pair
     tokens = prompt(120, 99)
     twice = {"n": 2, "temperature": 1.0, "top_k": 1}
-    wanted, before = truth.of(producer, tokens), meter(consumer)
+    wanted, before, kept = truth.of(producer, tokens), meter(consumer), meter(producer)
     for settings in ({}, twice):
         there = legs.prefill(producer, tokens, settings=settings)
         assert there.good, there
@@ -379,7 +380,24 @@ def test_several_answers_to_one_prompt_are_all_right(pair: list[Server], truth: 
         assert answers == [wanted.tokens] * 2
     seen = since(consumer, before, lambda m: m.loaded + m.failed >= 4)
     assert seen.loaded >= 2, str(seen)
-    all_given_back(producer)
+    seen = all_given_back(producer) - kept
+    assert (seen.published, seen.released) == (2, 2), str(seen)
+
+
+def test_several_prompts_in_one_request_are_all_loaded(fleet: Fleet, truth: Truth) -> None:
+    """vLLM answers with the parameters of the first, and gives them to all of them. One of the prompts is there twice."""
+    producer, consumer = fleet.up(llama(fleet, "P"), llama(fleet, "strict", policy="fail"))
+    prompts = [prompt(length, 110) for length in (300, 60, 2, 700, 61)]
+    prompts.append(prompts[1])
+    wanted, before, kept = [truth.of(producer, tokens).tokens for tokens in prompts], meter(consumer), meter(producer)
+    together = {"prompt": [list(tokens) for tokens in prompts]}
+    there = legs.prefill(producer, prompts[0], settings=together)
+    assert there.good, there
+    assert choices(Leg(consumer, prompts[0], params=there.params, settings=together)) == wanted
+    assert assert_loads(consumer, before, loaded=len(prompts)).tokens == sum(len(tokens) - 1 for tokens in prompts)
+    seen = all_given_back(producer) - kept
+    assert (seen.published, seen.released, seen.expired) == (5, 5, 0), str(seen)
+    all_given_back(consumer)
 
 
 @pytest.mark.parametrize("kind", [Ferried, Among], ids=["alone", "among several connectors"])

@@ -4,10 +4,10 @@ from kvferry.session.consumer import Consumer, PeerKey, key_of
 from kvferry.session.ferry import Ferry, Load, Outcome
 from kvferry.session.key import Key, read_key
 from kvferry.session.meeting import Meeting, meet
-from kvferry.session.messages import Card, Hello, Refusal, Release, Renew, Welcome
+from kvferry.session.messages import Card, Found, Hello, Refusal, Release, Renew, Seek, Welcome
 from kvferry.session.producer import Closing, Ending, Producer
 from kvferry.session.reference import Lease, Reference, digest, from_params, to_params
-from kvferry.session.wire import Courier, Listener
+from kvferry.session.wire import Courier, Listener, seek
 from kvferry.session.words import Words
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Courier",
     "Ending",
     "Ferry",
+    "Found",
     "Hello",
     "Key",
     "Lease",
@@ -30,6 +31,7 @@ __all__ = [
     "Refusal",
     "Release",
     "Renew",
+    "Seek",
     "Welcome",
     "Words",
     "digest",
@@ -37,5 +39,6 @@ __all__ = [
     "key_of",
     "meet",
     "read_key",
+    "seek",
     "to_params",
 ]

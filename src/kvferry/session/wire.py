@@ -21,10 +21,12 @@ from kvferry.session.messages import (
     MAX_REQUEST,
     MAX_WELCOME,
     SESSION_VERSION,
+    Found,
     Hello,
     Refusal,
     Release,
     Renew,
+    Seek,
     Welcome,
     pack,
     unpack_reply,
@@ -75,15 +77,16 @@ class Listener:
             raise SessionError(f"cannot listen on {listen}: {error}; choose another with the option listen") from None
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._welcome: bytes | None = None
+        self._find: Callable[[Seek], Reference | None] = lambda seek: None
         self._inbox: deque[Renew | Release] = deque()
         self._stop = threading.Event()
         self.refused = 0
         self._thread = threading.Thread(target=self._run, name="kvferry-listener", daemon=True)
         self._thread.start()
 
-    def welcome(self, welcome: Welcome) -> None:
-        """What greetings are answered with from now on."""
-        self._welcome = pack(welcome)
+    def welcome(self, welcome: Welcome, find: Callable[[Seek], Reference | None] = lambda seek: None) -> None:
+        """What greetings are answered with from now on; `find` looks references up, on the listener's thread."""
+        self._welcome, self._find = pack(welcome), find
 
     def take(self) -> list[Renew | Release]:
         out = []
@@ -125,6 +128,8 @@ class Listener:
             rare = self.refused & (self.refused - 1) == 0
             logger.log(logging.WARNING if rare else logging.DEBUG, "message %d was refused: %s", self.refused, error)
             return pack(Refusal(str(error)[:4096]))
+        if isinstance(message, Seek):
+            return pack(Found(self._find(message)))
         if not isinstance(message, Hello):
             if len(self._inbox) < _UNTAKEN:
                 self._inbox.append(message)
@@ -137,6 +142,24 @@ class Listener:
 
 def ask(address: str, hello: Hello, key: Key | None, timeout_s: float, stop: threading.Event | None = None) -> Welcome:
     """A producer's welcome; raises SessionError with the reason if there is none, or once `stop` is set."""
+    reply = _exchange(address, hello, key, timeout_s, stop)
+    if not isinstance(reply, Welcome) or reply.version != SESSION_VERSION:
+        spoken = f"sessions of version {reply.version}" if isinstance(reply, Welcome) else "out of turn"
+        raise SessionError(f"{address} speaks {spoken}, this side {SESSION_VERSION}")
+    return reply
+
+
+def seek(
+    address: str, message: Seek, key: Key | None, timeout_s: float, stop: threading.Event | None = None
+) -> Reference | None:
+    """The reference that a producer finds; raises SessionError as `ask` does."""
+    reply = _exchange(address, message, key, timeout_s, stop)
+    return reply.reference if isinstance(reply, Found) else None
+
+
+def _exchange(
+    address: str, message: Hello | Seek, key: Key | None, timeout_s: float, stop: threading.Event | None
+) -> Welcome | Found:
     host, port = split_address(address)
     try:
         socket.create_connection((host, port), timeout_s).close()
@@ -145,7 +168,7 @@ def ask(address: str, hello: Hello, key: Key | None, timeout_s: float, stop: thr
     context = zmq.Context()
     try:
         end = _dial(context, address, key)
-        end.send(pack(hello))
+        end.send(pack(message))
         deadline = time.monotonic() + timeout_s
         while not end.poll(_TICK_MS):
             if stop is not None and stop.is_set():
@@ -160,8 +183,6 @@ def ask(address: str, hello: Hello, key: Key | None, timeout_s: float, stop: thr
         context.destroy(linger=0)
     if isinstance(reply, Refusal):
         raise SessionError(f"{address} refuses: {reply.reason}")
-    if reply.version != SESSION_VERSION:
-        raise SessionError(f"{address} speaks sessions of version {reply.version}, this side {SESSION_VERSION}")
     return reply
 
 
