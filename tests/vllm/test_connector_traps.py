@@ -517,17 +517,25 @@ class TestSiblings:
     def test_each_prompt_finds_its_own_reference(self, tp: int) -> None:
         with engines(*sides("nemotron-h", side(tp=3 - tp), side(tp=tp))) as (there, here):
             params = self.prefilled(there)
-            for name, prompt in zip(self.NAMES, self.PROMPTS, strict=True):
+            for name, prompt in zip(self.NAMES[::-1], self.PROMPTS[::-1], strict=True):
                 here.scheduler.add_request(here.request(name, prompt, dict(params)))
-            arrival = loaded(there, here, {name: len(p) - 1 for name, p in zip(self.NAMES, self.PROMPTS, strict=True)})
-            assert arrival.differences() == []
-            for name in self.NAMES:
-                assert ended_among(here, name) is FinishReason.LENGTH
+                assert loaded(there, here, {name: len(prompt) - 1}).differences() == []
+                assert ended(here, name) is FinishReason.LENGTH
                 assert here.scheduled[name] == 1
             there.step_until(lambda: not there.scheduler.requests)
             assert (here.counted["loaded"], there.counted["released"]) == (3, 3)
             assert (here.held, there.held) == (0, 0)
             assert not there.connector.scheduler._siblings._families
+
+    def test_all_may_ask_at_once(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = self.prefilled(there)
+            for name, prompt in zip(self.NAMES, self.PROMPTS, strict=True):
+                here.scheduler.add_request(here.request(name, prompt, dict(params)))
+            for name in self.NAMES:
+                assert ended_among(here, name) is FinishReason.LENGTH
+                assert here.scheduled[name] == 1
+            assert here.counted["loaded"] == 3
 
     def test_the_first_may_be_over_before_the_others_ask(self) -> None:
         with engines(*sides("llama", {}, {})) as (there, here):
