@@ -169,7 +169,7 @@ def test_opaque_cells_of_other_kernel_blocks_say_what_to_do():
 def test_a_layer_that_no_producer_holds_is_named_unless_it_is_not_required():
     here = {**LAYERS, "draft.0": Attention(4, 8)}
     assert differences(LAYERS, here) == [
-        "draft.0: held by no producer rank; declare it not required if the producer never runs it"
+        "draft.0: held by no producer rank; does the producer run the whole model, and all of its ranks?"
     ]
     consumer = side("d", here)[0]
     layers = tuple(replace(layer, required=layer.name != "draft.0") for layer in consumer.layers)
@@ -261,7 +261,7 @@ def test_all_mismatches_are_returned_and_not_the_first():
         "layers.0.attn: a window of 64 tokens there, full attention here",
         "layers.0.attn k: 8 heads there, 4 here",
         "layers.0.attn v: 8 heads there, 4 here",
-        "draft.0: held by no producer rank; declare it not required if the producer never runs it",
+        "draft.0: held by no producer rank; does the producer run the whole model, and all of its ranks?",
         "layers.7.mixer conv.x: 7 taps there, 3 here",
         "layers.7.mixer conv.B: 7 taps there, 3 here",
         "layers.7.mixer conv.C: 7 taps there, 3 here",

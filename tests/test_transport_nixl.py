@@ -14,7 +14,9 @@ import msgspec
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.plan import Binder, make_plans
+from kvferry.manifest import Identity
+from kvferry.plan import Binder, Request, make_plans
+from kvferry.session import Lease, Words
 from kvferry.transport import NixlOptions, NixlTransport, Path, State, ucx
 from kvferry.transport import nixl as module
 from kvferry.transport.metadata import decode_metadata, encode_metadata
@@ -238,6 +240,23 @@ def test_a_closed_transport_says_so_and_closes_again():
         transport.metadata()
 
 
+def test_a_transport_that_is_given_its_own_metadata_reads_its_own_memory():
+    words = Words(8, Identity("engine", "1", "model"))
+    transport = NixlTransport("alone", NixlOptions(progress_thread=False))
+    transport.register([words.storage])
+    words.live(Lease(3, 77))
+    plan = words.plan(words.manifest)
+    for landing in (5, 6):
+        name = transport.connect(transport.metadata())
+        read = transport.read(transport.prepare(plan, 0, name), Binder(plan).tiles(Request(1, {0: 3}, {0: landing})))
+        assert finish(transport, read) is State.DONE
+        assert words.landed(landing) == 77
+        assert transport.release(read)
+        transport.forget(name)
+    transport.connect(transport.metadata())
+    transport.close()
+
+
 def test_a_backend_that_is_not_there_is_refused_by_name():
     with pytest.raises(TransportError, match="NIXL has no backend CARRIER_PIGEON here"):
         NixlTransport("d", NixlOptions("CARRIER_PIGEON"))
@@ -342,7 +361,9 @@ def test_nothing_known_is_an_unknown_path():
 
 NO_BACKEND_FIRST = """
 from kvferry.errors import TransportError
-from kvferry.plan import Binder, make_plans
+from kvferry.manifest import Identity
+from kvferry.plan import Binder, Request, make_plans
+from kvferry.session import Lease, Words
 from kvferry.transport import NixlOptions, NixlTransport, ucx
 from transport_peer import PeerProcess, allocated
 from transport_suite import NixlWharf, crossing, dense_case, finish, start

@@ -36,7 +36,7 @@ def window(worker: Worker, name: str) -> int:
     text = worker.vllm_config.model_config.hf_text_config
     index = int(next(piece for piece in name.split(".") if piece.isdigit()))
     kinds = getattr(text, "layer_types", None)
-    return int(text.sliding_window) if kinds and kinds[index] == "sliding_attention" else 0
+    return int(text.sliding_window) if kinds and kinds[index : index + 1] == ["sliding_attention"] else 0
 
 
 def first_read(worker: Worker, name: str, tokens: int) -> int:
@@ -133,7 +133,8 @@ def retained_by(ranks: Sequence[Worker], table: Tables) -> dict[str, int]:
 def expect_at_consumer(worker: Worker, table: Tables, tokens: int, retained: dict[str, int], start: int = 0) -> int:
     """Zero every loaded block, write what D must have; returns the bytes that had to come from P.
 
-    `retained` is the first token that P still holds of each layer; D had the blocks before token `start` already.
+    `retained` is the first token that P still holds of each layer, without those that P does not have; D had the blocks
+    before token `start` already.
     """
     moved = 0
     hashed = worker.setup.prefix_caching
@@ -152,12 +153,14 @@ def expect_at_consumer(worker: Worker, table: Tables, tokens: int, retained: dic
         low = {name: first_read(worker, name, tokens) for name in names}
         if hashed:
             kept = ids.count(HOLE) * block
-            low = {name: max(kept, retained[name]) for name in names}
+            low = {name: max(kept, retained.get(name, 0)) for name in names}
         low = {name: max(first, start) for name, first in low.items()}
         for name in names:
             for i in range(min(low.values()) // block, len(ids)):
                 cache = worker.kv_caches[name]
                 cache.unflatten(0, (worker.kv_cache_config.num_blocks, -1))[ids[i]].zero_()
+            if name not in retained:
+                continue
             write_kv(worker, name, ids, low[name], tokens)
             cache = worker.kv_caches[name]
             moved += (tokens - low[name]) * cache.shape[1] * cache.shape[3] * cache.element_size()

@@ -66,7 +66,8 @@ class Setup:
     adapter is told, where it is not to be the truth. `kernel` has vLLM's allocator cut blocks into kernel blocks of that many
     tokens, as it does on other platforms. `layers` says how many go to each pipeline stage, where it is not to be vLLM's
     choice; `budget` how many tokens a step computes at most; `ahead` has steps scheduled before the tokens of the last one
-    are known. `engine` gives it KVFerry's connector with that id and `options`.
+    are known. `drafter` makes `speculative` tokens the guesses of an EAGLE layer with so many kv heads; else they are taken
+    from the prompt. `engine` gives it KVFerry's connector with that id and `options`.
     """
 
     model: str
@@ -82,6 +83,7 @@ class Setup:
     hma: bool = True
     prefix_caching: bool = False
     speculative: int = 0
+    drafter: int = 0
     declared_isa: str = ""
     backend: str | None = None
     kv_cache_dtype: str = "auto"
@@ -195,6 +197,10 @@ def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as folder:
         MODELS[setup.model]().save_pretrained(folder)
         speculative = {"method": "ngram", "num_speculative_tokens": setup.speculative, "prompt_lookup_max": 2}
+        if setup.drafter:
+            guesses = f"{folder}/drafter"
+            architectures.llama(num_hidden_layers=1, num_key_value_heads=setup.drafter).save_pretrained(guesses)
+            speculative = {"method": "eagle", "model": guesses, "num_speculative_tokens": setup.speculative}
         with_connector = {
             "async_scheduling": setup.ahead,
             "kv_transfer_config": KVTransferConfig(
@@ -237,6 +243,9 @@ def _model(setup: Setup) -> tuple[Any, Any, dict[str, Any]]:
     with as_rank(setup, config):
         with torch.device("cpu"):
             model = initialize_model(vllm_config=config)
+            if setup.drafter:
+                guessing = initialize_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+                model = torch.nn.ModuleList([model, guessing])
         current_platform.update_block_size_for_backend(config)
         return config, model, attn_utils.get_kv_cache_spec(config)
 

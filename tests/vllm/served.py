@@ -257,9 +257,13 @@ class Arrival:
         self.wanted = [memory.copy() for memory in self.before]
         self.needed = [0 for _ in consumer.ranks]
 
-    def expect(self, name: str, tokens: int, start: int) -> None:
-        """Called once blocks are allocated at the consumer and nothing is loading yet."""
-        retained = retained_by(self.producer.ranks, self.producer.table(name, tokens))
+    def expect(self, name: str, tokens: int, start: int, source: str = "") -> None:
+        """Called once blocks are allocated at the consumer and nothing is loading yet. `source` is what the producer calls it,
+        where that is another name."""
+        retained = retained_by(self.producer.ranks, self.producer.table(source or name, tokens))
+        if self.producer.setup.drafter != self.consumer.setup.drafter:
+            count = self.consumer.config.model_config.get_total_num_hidden_layers()
+            retained = {layer: first for layer, first in retained.items() if f".{count}." not in layer}
         here = self.consumer.table(name, tokens)
         for rank, worker in enumerate(self.consumer.ranks):
             now = worker.memory.copy()
@@ -285,15 +289,16 @@ def load(
     prompt: Sequence[int],
     params: dict[str, Any] | None,
     start: int = 0,
+    source: str = "",
     **sampling: Any,
 ) -> Arrival:
     """Send a request with a reference to a consumer, up to the step in which every rank has reported. The consumer has the
     blocks before token `start` already."""
     consumer.scheduler.add_request(consumer.request(name, prompt, params, **sampling))
-    return loaded(producer, consumer, {name: params["kvferry"]["tokens"] if params else 0}, start)
+    return loaded(producer, consumer, {name: params["kvferry"]["tokens"] if params else 0}, start, source)
 
 
-def loaded(producer: Engine, consumer: Engine, tokens: dict[str, int], start: int = 0) -> Arrival:
+def loaded(producer: Engine, consumer: Engine, tokens: dict[str, int], start: int = 0, source: str = "") -> Arrival:
     """Step until every rank has reported on every request; their producers' first tokens are loaded."""
     arrival = Arrival(producer, consumer)
     ordered: set[str] = set()
@@ -301,7 +306,7 @@ def loaded(producer: Engine, consumer: Engine, tokens: dict[str, int], start: in
     def forward(out: Any) -> None:
         for load in out.kv_connector_metadata.loads:
             ordered.add(load.request)
-            arrival.expect(load.request, tokens[load.request], start)
+            arrival.expect(load.request, tokens[load.request], start, source)
 
     def over() -> bool:
         ranks = range(len(consumer.ranks))

@@ -39,6 +39,15 @@ class Ferried(Connector):
         return json.dumps({**json.loads(super().flag()), "kv_load_failure_policy": self.policy})
 
 
+@dataclass(frozen=True)
+class Among(Ferried):
+    """The same, as one of several connectors."""
+
+    def flag(self) -> str:
+        several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": self.policy}
+        return json.dumps({**several, "kv_connector_extra_config": {"connectors": [json.loads(super().flag())]}})
+
+
 class Fleet:
     """Starts an engine when it is first asked for; stops the one that was not asked for the longest to make room."""
 
@@ -55,9 +64,10 @@ class Fleet:
         settings: Mapping[str, Any] | None = None,
         flags: tuple[str, ...] = (),
         environment: tuple[tuple[str, str], ...] = (),
+        kind: type[Ferried] = Ferried,
         **choices: Any,
     ) -> Engine:
-        connector = Ferried("ours", "KVFerryConnector", "kvferry.engines.vllm", settings=Frozen(settings or {}), policy=policy)
+        connector = kind("ours", "KVFerryConnector", "kvferry.engines.vllm", settings=Frozen(settings or {}), policy=policy)
         return Engine(
             checkpoint(model, self._checkpoints), connector, flags=flags, environment=Frozen(dict(environment)), **choices
         )

@@ -103,10 +103,19 @@ STAGES = [
     one("gemma3", side(pp=2, layers="1,5"), side(pp=2, layers="4,2")),
     one("gemma3", side(pp=2, layers="1,5", hma=False), side(tp=2)),
 ]
+DRAFTERS = [
+    one("llama", side(), side(tp=2, speculative=2, drafter=4)),
+    one("llama", side(tp=2, speculative=2, drafter=4), side()),
+    one("llama", side(tp=2), side(speculative=2, drafter=1)),
+    one("llama", side(speculative=2, drafter=2), side(tp=2, speculative=2, drafter=2)),
+    one("llama", side(speculative=2, drafter=4), side(tp=2, speculative=2, drafter=1)),
+    one("gemma3", side(block=64), side(speculative=2, drafter=4)),
+    one("granite-h-1g", side(tp=2), side(speculative=2, drafter=4)),
+]
 CASE = ("model", "producer", "consumer", "both")
 
 
-@pytest.mark.parametrize(CASE, HYBRIDS + ATTENTION + UNREAD + STAGES)
+@pytest.mark.parametrize(CASE, HYBRIDS + ATTENTION + UNREAD + STAGES + DRAFTERS)
 def test_every_byte_is_what_the_engine_writes_at_the_consumer(
     model: str, producer: dict[str, Any], consumer: dict[str, Any], both: dict[str, Any]
 ) -> None:

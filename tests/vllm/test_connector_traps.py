@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +18,26 @@ import pytest
 import torch
 from byte_crossing import HOLE
 from engine import Setup, as_rank, workers
-from served import Engine, engines, load, side, sides
+from served import Engine, engines, load, loaded, side, sides
 from vllm.config import KVTransferConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
-from vllm.sampling_params import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole, supports_hma
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.engines.vllm import KVFerryConnector, register
+from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.scheduler import _digest
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
 from kvferry.engines.vllm.tables import tables_of
@@ -369,6 +388,17 @@ class TestPrefills:
                 assert there.outputs["r"].kv_transfer_params == NOTHING
             assert there.held == 0
 
+    @pytest.mark.parametrize(("name", "kept"), [("cmpl-1-0-5a", False), ("1_chatcmpl-2", False), ("mine", True)])
+    def test_a_stream_that_cannot_carry_a_reference_holds_nothing(
+        self, name: str, kept: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with engines(Setup("nemotron-h", engine="P")) as (there,):
+            params = there.prefill(name, PROMPT[:40], output_kind=RequestOutputKind.DELTA)
+            assert params is not None
+            assert params["do_remote_prefill"] is kept
+            assert bool(slots(there)) is kept
+            assert (f"request {name} asks for a prefill for others in a stream" in caplog.text) is not kept
+
     def test_the_producer_that_has_no_word_left_hands_out_no_reference(self) -> None:
         with engines(Setup("llama", engine="P")) as (there,):
             there.connector.scheduler._producer._free.clear()
@@ -472,6 +502,287 @@ class TestWaysOut:
             assert arrival.differences() == []
 
 
+class TestSiblings:
+    """Several prompts in one request: vLLM answers with the parameters of the first, and gives them to all at the consumer."""
+
+    NAMES = tuple(f"cmpl-7-{i}-{i}0000000" for i in range(3))
+    PROMPTS = (PROMPT, OTHER[:70], OTHER[:100])
+
+    def prefilled(self, there: Engine) -> dict[str, Any]:
+        """All are prefilled before the answer leaves."""
+        answers = [prefilled(there, *part) for part in zip(self.NAMES, self.PROMPTS, strict=True)]
+        return answers[0]
+
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_each_prompt_finds_its_own_reference(self, tp: int) -> None:
+        with engines(*sides("nemotron-h", side(tp=3 - tp), side(tp=tp))) as (there, here):
+            params = self.prefilled(there)
+            for name, prompt in zip(self.NAMES[::-1], self.PROMPTS[::-1], strict=True):
+                here.scheduler.add_request(here.request(name, prompt, dict(params)))
+                assert loaded(there, here, {name: len(prompt) - 1}).differences() == []
+                assert ended(here, name) is FinishReason.LENGTH
+                assert here.scheduled[name] == 1
+            there.step_until(lambda: not there.scheduler.requests)
+            assert (here.counted["loaded"], there.counted["released"]) == (3, 3)
+            assert (here.held, there.held) == (0, 0)
+            assert not there.connector.scheduler._siblings._families
+
+    def test_all_may_ask_at_once(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = self.prefilled(there)
+            for name, prompt in zip(self.NAMES, self.PROMPTS, strict=True):
+                here.scheduler.add_request(here.request(name, prompt, dict(params)))
+            for name in self.NAMES:
+                assert ended_among(here, name) is FinishReason.LENGTH
+                assert here.scheduled[name] == 1
+            assert here.counted["loaded"] == 3
+
+    def test_the_first_may_be_over_before_the_others_ask(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = self.prefilled(there)
+            for done, (name, prompt) in enumerate(zip(self.NAMES, self.PROMPTS, strict=True), 1):
+                here.scheduler.add_request(here.request(name, prompt, dict(params)))
+                assert ended(here, name) is FinishReason.LENGTH
+                there.step_until(lambda done=done: there.counted["released"] == done)
+            assert here.counted["loaded"] == 3
+
+    def test_a_prompt_that_was_not_among_them_is_refused(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = self.prefilled(there)
+            prefilled(there, "cmpl-8-0-00000000", OTHER)
+            here.scheduler.add_request(here.request("r", OTHER, params))
+            assert ended(here) is FinishReason.ERROR
+            assert here.counted["refused"] == 1
+            assert len(there.connector.scheduler._producer) == 4
+
+    def test_a_prompt_of_one_token_among_them_is_computed(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = prefilled(there, self.NAMES[0])
+            assert there.prefill(self.NAMES[1], PROMPT[:1]) == NOTHING
+            here.scheduler.add_request(here.request("r", PROMPT[:1], params))
+            assert ended(here) is FinishReason.LENGTH
+            assert (here.counted["nothing"], here.counted["refused"]) == (1, 0)
+
+    @pytest.mark.parametrize(
+        "names",
+        [("0_cmpl-9-0-5a5a5a5a", "1_cmpl-9-0-5a5a5a5a"), ("cmpl-9-0-5a5a5a5a", "cmpl-9-1-5b5b5b5b")],
+        ids=["two answers", "one prompt twice"],
+    )
+    def test_parts_with_one_prompt_share_a_lease(self, names: tuple[str, str]) -> None:
+        with engines(*sides("nemotron-h", {}, {})) as (there, here):
+            requests = [there.request(name, PROMPT, {"do_remote_decode": True}) for name in names]
+            for request in requests:
+                there.scheduler.add_request(request)
+            params = [there.finish_prefill(request) for request in requests]
+            assert params[0] == params[1]
+            there.idle()
+            assert len(slots(there)) == 1
+            assert (there.counted["held"], there.counted["aborted"]) == (1, 1)
+            for name in names:
+                here.scheduler.add_request(here.request(name, PROMPT, params[0]))
+            for name in names:
+                assert ended_among(here, name) is FinishReason.LENGTH
+            released(there)
+
+    def test_a_request_that_is_sent_again_has_a_lease_of_its_own(self) -> None:
+        with engines(Setup("llama", engine="P")) as (there,):
+            one, other = (prefilled(there, f"cmpl-9-0-5a5a5a5{i}") for i in range(2))
+            assert lease_of(one) != lease_of(other)
+
+    def test_what_is_published_stands_while_others_are_prefilled(self) -> None:
+        with engines(Setup("llama", engine="P", budget=64)) as (there,):
+            prefilled(there, self.NAMES[0], PROMPT[:40])
+            prefilled(there, "cmpl-8-0-00000000", OTHER[:40])
+            there.scheduler.add_request(there.request(self.NAMES[1], PROMPT, {"do_remote_decode": True}))
+            for _ in range(2):
+                later(there, 50.0)
+                there.step()
+            assert self.NAMES[1] in there.scheduler.requests
+            there.idle()
+            assert there.counted["expired"] == 1
+            assert len(slots(there)) == 2
+
+    def test_a_request_that_ends_while_its_reference_is_sought_releases_it(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            half, wait = here.connector.scheduler, threading.Event()
+            params, ask = self.prefilled(there), half._seek
+
+            def slow(*args: Any) -> Any:
+                assert wait.wait(60)
+                return ask(*args)
+
+            half._seek = slow
+            here.scheduler.add_request(here.request("r", self.PROMPTS[1], params))
+            here.step_until(lambda: half._decodes["r"].sought is not None)
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            assert not half._decodes
+            wait.set()
+            there.step_until(lambda: there.counted["released"] == 1)
+            assert not here.reported["received"]
+
+    @pytest.mark.parametrize("policy", ["fail", "recompute"])
+    def test_a_producer_that_does_not_answer_costs_the_prompt_and_not_the_engine(self, policy: str) -> None:
+        with engines(*sides("llama", {}, side(failure_policy=policy))) as (there, here):
+            params = self.prefilled(there)
+
+            def broken(*args: Any) -> Any:
+                raise OSError("the line is cut")
+
+            there.connector.scheduler._listener._find = broken
+            half = here.connector.scheduler
+            half._options = msgspec.structs.replace(half._options, greeting_s=0.5)
+            here.scheduler.add_request(here.request("r", self.PROMPTS[1], params))
+            assert ended(here) is (FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH)
+            assert here.counted["refused"] == 1
+
+    def test_a_request_that_vllm_rejects_releases_its_lease(self) -> None:
+        """vLLM tells the connector of it with a request of one token that is aborted at once."""
+        with engines(*sides("llama", {}, {})) as (there, here):
+            rejected = here.request("r", [0], prefilled(there))
+            rejected.abort_immediately = True
+            here.scheduler.add_request(rejected)
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            released(there)
+
+
+def ended_among(engine: Engine, name: str) -> FinishReason:
+    """How a request ended, while others may not have."""
+    engine.step_until(lambda: name in engine.outputs)
+    return engine.outputs[name].finish_reason
+
+
+class TestComingBack:
+    """An engine that produces and consumes may be sent its own references by a router."""
+
+    @pytest.mark.parametrize("tp", [1, 2])
+    @pytest.mark.parametrize("model", ["nemotron-h", "gemma3"])
+    def test_a_reference_that_comes_back_is_loaded(self, model: str, tp: int) -> None:
+        with engines(Setup(model, tp=tp, engine="both")) as (both,):
+            params = prefilled(both, "there")
+            arrival = load(both, both, "here", PROMPT, params, source="there")
+            assert arrival.differences() == []
+            both.step_until(lambda: "here" in both.outputs and not both.scheduler.requests)
+            both.idle()
+            assert both.outputs["here"].finish_reason is FinishReason.LENGTH
+            assert both.scheduled["here"] == 1
+            assert both.held == 0
+            assert (both.counted["loaded"], both.counted["released"]) == (1, 1)
+            assert set(both.reported["received"].values()) == {1}
+            assert all(moved["moved"] == needed for moved, needed in zip(both.moved, arrival.needed, strict=True))
+
+    def test_what_its_prefix_cache_holds_is_not_loaded(self) -> None:
+        with engines(Setup("llama", engine="both", prefix_caching=True)) as (both,):
+            params = prefilled(both, "there", PROMPT[:129])
+            both.scheduler.add_request(both.request("here", PROMPT[:129], params))
+            both.step_until(lambda: "here" in both.outputs and not both.scheduler.requests)
+            both.idle()
+            assert both.held == 0
+            assert (both.counted["nothing"], both.counted["released"]) == (1, 1)
+
+
+def picture(seed: int, name: str, *, place: int = 3) -> MultiModalFeatureSpec:
+    """What a processor makes of an image, in types that they use."""
+    rng = torch.Generator().manual_seed(seed)
+    held = {
+        "pixels": torch.rand(12, 8, generator=rng, dtype=torch.bfloat16),
+        "tiles": [torch.rand(2, 3, generator=rng), torch.rand(4, 3, generator=rng)],
+        "grid": torch.tensor([1, 2, 3]),
+        "scale": 2.0,
+    }
+    data = MultiModalKwargsItem({k: MultiModalFieldElem(v, MultiModalSharedField(batch_size=1)) for k, v in held.items()})
+    return MultiModalFeatureSpec(data, "image", name, PlaceholderRange(offset=place, length=12), name)
+
+
+class TestMedia:
+    """Without a processor cache and prefix caching, vLLM names media by the request they came with."""
+
+    @staticmethod
+    def said(engine: Engine, params: dict[str, Any] | None, *media: MultiModalFeatureSpec) -> Request:
+        request = engine.request("r", PROMPT, params)
+        request.mm_features = list(media)
+        return request
+
+    @staticmethod
+    @contextmanager
+    def pair(*, named: str) -> Iterator[tuple[Engine, Engine]]:
+        """`named` are the sides whose names say what media are."""
+        with engines(*sides("llama", {}, {})) as both:
+            for letter, engine in zip("PD", both, strict=True):
+                engine.connector.scheduler._media_by_content = letter not in named
+            yield both
+
+    def crossed(self, there: Engine, here: Engine, one: MultiModalFeatureSpec, other: MultiModalFeatureSpec) -> bool:
+        """Whether the consumer takes a prompt with `other` for what the producer prefilled with `one`."""
+        params = prefilled(there)
+        at_producer = self.said(there, {"do_remote_decode": True}, one)
+        there.connector.on_new_request(at_producer)
+        say(params, digest=there.connector.scheduler._prefills.pop("r").digest)
+        at_consumer = self.said(here, params, other)
+        here.connector.on_new_request(at_consumer)
+        return here.connector.scheduler._decodes["r"].reason == ""
+
+    @pytest.mark.parametrize("named", ["", "D"])
+    def test_the_same_picture_is_the_same_under_any_name(self, named: str) -> None:
+        with self.pair(named=named) as (there, here):
+            assert self.crossed(there, here, picture(1, "renderer0-mm-1"), picture(1, "renderer0-mm-2"))
+
+    def test_another_picture_is_another_prompt_under_any_name(self) -> None:
+        with self.pair(named="") as (there, here):
+            assert not self.crossed(there, here, picture(1, "renderer0-mm-1"), picture(2, "renderer0-mm-1"))
+
+    def test_names_that_say_what_they_name_are_taken_at_their_word(self) -> None:
+        with self.pair(named="PD") as (there, here):
+            assert self.crossed(there, here, picture(1, "5f3a"), picture(1, "5f3a"))
+
+    def test_every_byte_of_a_picture_counts_and_nothing_runs_together(self) -> None:
+        one = content_of(picture(1, "a"))
+        changed = []
+        for key, value in (
+            ("pixels", torch.zeros(12, 8, dtype=torch.bfloat16)),
+            ("tiles", [torch.zeros(6, 3)]),
+            ("grid", torch.tensor([12, 3])),
+            ("scale", 3.0),
+            ("more", torch.empty(0)),
+        ):
+            other = picture(1, "a")
+            other.data[key] = MultiModalFieldElem(value, MultiModalSharedField(batch_size=1))
+            changed.append(content_of(other))
+        assert len({one, *changed}) == 6
+        assert one == content_of(picture(1, "b"))
+
+    @pytest.mark.parametrize(("gigabytes", "caching", "by_request"), [(0, False, True), (0, True, False), (4, False, False)])
+    def test_when_names_say_nothing(self, gigabytes: float, caching: bool, by_request: bool) -> None:
+        config = workers(Setup("llama", prefix_caching=caching), "P")[0].vllm_config
+        media = replace_field(config.model_config, "multimodal_config", MultiModalConfig(mm_processor_cache_gb=gigabytes))
+        assert are_named_by_request(replace_field(config, "model_config", media)) is by_request
+        assert not are_named_by_request(config)
+
+
+class TestBesideOthers:
+    """Among several connectors each hears of what all of them have finished."""
+
+    @pytest.mark.parametrize("failed", [False, True])
+    def test_what_another_connector_loaded_is_not_ours(self, failed: bool) -> None:
+        with engines(*sides("llama", {}, side(failure_policy="recompute"))) as (there, here):
+            request = here.request("r", PROMPT, prefilled(there))
+            here.connector.on_new_request(request)
+            here.connector.update_state_after_alloc(request, here.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0)
+            reported = KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"} if failed else set())
+            here.connector.update_connector_output(reported)
+            here.connector.request_finished_all_groups(request, ([],))
+            counted = here.connector.get_kv_connector_stats()
+            assert counted is not None
+            assert counted.data == {"nothing": 1}
+            assert not here.connector.scheduler._decodes
+            released(there)
+
+    def test_cards_of_another_connector_are_refused(self) -> None:
+        with engines(Setup("llama", engine="P")) as (there,):
+            foreign = KVConnectorHandshakeMetadata()
+            with pytest.raises(SessionError, match=r"KVConnectorHandshakeMetadata .*name KVFerryConnector first"):
+                there.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): foreign})
+
+
 class TestPeers:
     def test_a_producer_that_is_named_at_the_start_is_known_before_the_first_request(self) -> None:
         with engines(Setup("nemotron-h", tp=2, engine="P")) as (there,):
@@ -490,6 +801,15 @@ class TestPeers:
         with engines(Setup("llama", engine="D", options=(("peers", ("127.0.0.1:1",)),))) as (here,):
             here.scheduler.add_request(here.request("r", PROMPT, None))
             assert ended(here) is FinishReason.LENGTH
+
+    def test_other_weights_of_one_configuration_are_another_model(self, caplog: pytest.LogCaptureFixture) -> None:
+        one, other = (side(options=(("weights", name),)) for name in ("base", "tuned"))
+        with engines(*sides("llama", one, other)) as (there, here):
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there)))
+            assert ended(here) is FinishReason.ERROR
+            assert here.counted["refused"] == 1
+            assert re.search(r"model LlamaFor.* weights base\) there, LlamaFor.* weights tuned\) here", caplog.text)
+            released(there)
 
     def test_another_model_is_refused_when_a_request_names_it(self) -> None:
         with engines(Setup("llama", engine="P"), Setup("llama-2kv", engine="D")) as (there, here):
@@ -547,6 +867,21 @@ class TestTables:
         found = tables_of(groups, tuple([10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(len(groups))), 20)
         assert [found[i] for i in states] == [10 * i + 1 for i in states]
 
+    @pytest.mark.parametrize("mode", ["none", "align"])
+    def test_a_group_of_states_of_several_shapes_has_one_state_too(self, mode: str) -> None:
+        shapes = (((3, 8), (4, 16)), ((3, 16), (4, 8)))
+        specs = {
+            f"layers.{i}": MambaSpec(
+                block_size=32, shapes=some, dtypes=(torch.float32,) * 2, page_size_padded=1024, mamba_cache_mode=mode
+            )
+            for i, some in enumerate(shapes)
+        }
+        merged = UniformTypeKVCacheSpecs.from_specs(specs)
+        assert merged is not None
+        for names in (list(specs), []):
+            found = tables_of([KVCacheGroupSpec(names, merged)], ([11, 12, 13],), 70)
+            assert found == {0: 11 if mode == "none" else 13}
+
     @pytest.mark.parametrize("ids", [[], [0], [0, 0]])
     def test_a_state_that_no_block_holds_is_refused(self, ids: list[int]) -> None:
         groups = workers(Setup("nemotron-h"), "P")[0].kv_cache_config.kv_cache_groups
@@ -558,6 +893,14 @@ class TestTables:
             blocks = prefilled(there)["kvferry"]["blocks"]
             assert [table[:3].count(HOLE) for _, table in sorted(blocks.items())] == [2, 2, 0]
             assert not any(0 in table for table in blocks.values())
+
+    def test_a_stage_without_layers_of_a_group_of_several_shapes_has_the_group_too(self) -> None:
+        worker = workers(Setup("llama"), "P")[0]
+        (group,) = worker.kv_cache_config.kv_cache_groups
+        merged = UniformTypeKVCacheSpecs.from_specs({"layers.7": group.kv_cache_spec, "layers.8": group.kv_cache_spec})
+        config = replace_field(worker.kv_cache_config, "kv_cache_groups", [group, KVCacheGroupSpec([], merged)])
+        groups = dataclasses.replace(worker, kv_cache_config=config).manifest("P").groups
+        assert [(found.id, found.tokens) for found in groups] == [(0, 32), (1, 32)]
 
 
 class TestFills:
@@ -612,6 +955,20 @@ class TestNames:
         finally:
             made.shutdown()
 
+    def test_loaded_by_its_module_it_is_known_by_its_name(self) -> None:
+        """As vLLM looks up the statistics of one connector among several, in a process of its own."""
+        code = (
+            "from vllm.config import KVTransferConfig;"
+            "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory;"
+            "from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector;"
+            "one = dict(kv_connector='KVFerryConnector', kv_connector_module_path='kvferry.engines.vllm', kv_role='kv_both');"
+            "factory.get_connector_class(KVTransferConfig(**one));"
+            "print(MultiConnector.build_kv_connector_stats({'KVFerryConnector': {'loaded': 1}}).reduce())"
+        )
+        environment = {**os.environ, "VLLM_PLUGINS": ""}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+        assert done.stdout.splitlines()[-1:] == ["{'KVFerryConnector': {'loaded': 1}}"], done.stderr[-2000:]
+
     def test_vllm_is_told_of_it_by_an_entry_point(self) -> None:
         tomllib = pytest.importorskip("tomllib")
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -630,6 +987,34 @@ class TestNames:
         config = replace_field(worker.vllm_config, "parallel_config", parallel)
         with as_rank(worker.setup, worker.vllm_config), pytest.raises(ManifestError, match=rf"{field} > 1: .*set it to 1"):
             KVConnectorFactory.create_connector(config, role, worker.kv_cache_config)
+
+    @pytest.mark.parametrize(
+        ("inside", "field", "value", "said"),
+        [
+            ("kv_transfer_config", "kv_buffer_device", "cuda", "kv_buffer_device is 'cuda', .* on 'cpu'; leave it out"),
+            ("kv_transfer_config", "enable_permute_local_kv", True, "enable_permute_local_kv .*leave it out"),
+            ("kv_transfer_config", "kv_port", 7600, "kv_port is 7600, .* with listen in kv_connector_extra_config"),
+            ("model_config", "enable_sleep_mode", True, "without --enable-sleep-mode"),
+            ("aux_output_config", "enable_return_routed_experts", True, "without --enable-return-routed-experts"),
+        ],
+        ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+    )
+    @pytest.mark.parametrize("role", list(KVConnectorRole))
+    def test_settings_that_are_not_served_are_refused(
+        self, inside: str, field: str, value: Any, said: str, role: KVConnectorRole
+    ) -> None:
+        worker = workers(Setup("llama", engine="P"), "P")[0]
+        changed = replace_field(getattr(worker.vllm_config, inside), field, value)
+        config = replace_field(worker.vllm_config, inside, changed)
+        with as_rank(worker.setup, worker.vllm_config), pytest.raises(SessionError, match=said):
+            KVConnectorFactory.create_connector(config, role, worker.kv_cache_config)
+
+    def test_no_setting_of_a_transfer_is_ignored(self) -> None:
+        """A setting that a later vLLM adds has to be looked at."""
+        served = {"kv_connector", "kv_connector_module_path", "kv_connector_extra_config", "engine_id", "kv_role"}
+        refused = {"kv_buffer_device", "enable_permute_local_kv", "kv_port"}
+        fields = {field.name for field in dataclasses.fields(KVTransferConfig)}
+        assert fields == served | refused | {"kv_load_failure_policy"}
 
     @pytest.mark.parametrize(
         ("options", "said"),

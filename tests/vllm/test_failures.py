@@ -6,17 +6,23 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from shared_engines import Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from shared_engines import Among, Ferried, Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
 
+from crossing import architectures
 from crossing.compare import difference
 from crossing.engine import Engine
 from kvferry.fleet import legs
@@ -363,11 +369,12 @@ def test_a_prefill_computes_one_token_whatever_its_client_asks_for(either_pair: 
 
 
 def test_several_answers_to_one_prompt_are_all_right(pair: list[Server], truth: Truth) -> None:
-    """One reference, two requests of it: the first to have loaded frees the producer, the other loads or recomputes."""
+    """One reference, two requests of it: the first to have loaded frees the producer, the other loads or recomputes. The
+    producer keeps one request's blocks, however many answers it was asked for."""
     producer, consumer = pair
     tokens = prompt(120, 99)
     twice = {"n": 2, "temperature": 1.0, "top_k": 1}
-    wanted, before = truth.of(producer, tokens), meter(consumer)
+    wanted, before, kept = truth.of(producer, tokens), meter(consumer), meter(producer)
     for settings in ({}, twice):
         there = legs.prefill(producer, tokens, settings=settings)
         assert there.good, there
@@ -375,7 +382,32 @@ def test_several_answers_to_one_prompt_are_all_right(pair: list[Server], truth: 
         assert answers == [wanted.tokens] * 2
     seen = since(consumer, before, lambda m: m.loaded + m.failed >= 4)
     assert seen.loaded >= 2, str(seen)
-    all_given_back(producer)
+    seen = all_given_back(producer) - kept
+    assert (seen.published, seen.released) == (2, 2), str(seen)
+
+
+def test_several_prompts_in_one_request_are_all_loaded(fleet: Fleet, truth: Truth) -> None:
+    """vLLM answers with the parameters of the first, and gives them to all of them. One of the prompts is there twice."""
+    producer, consumer = fleet.up(llama(fleet, "P"), llama(fleet, "strict", policy="fail"))
+    prompts = [prompt(length, 110) for length in (300, 60, 2, 700, 61)]
+    prompts.append(prompts[1])
+    wanted, before, kept = [truth.of(producer, tokens).tokens for tokens in prompts], meter(consumer), meter(producer)
+    together = {"prompt": [list(tokens) for tokens in prompts]}
+    there = legs.prefill(producer, prompts[0], settings=together)
+    assert there.good, there
+    assert choices(Leg(consumer, prompts[0], params=there.params, settings=together)) == wanted
+    assert assert_loads(consumer, before, loaded=len(prompts)).tokens == sum(len(tokens) - 1 for tokens in prompts)
+    seen = all_given_back(producer) - kept
+    assert (seen.published, seen.released, seen.expired) == (5, 5, 0), str(seen)
+    all_given_back(consumer)
+
+
+@pytest.mark.parametrize("kind", [Ferried, Among], ids=["alone", "among several connectors"])
+def test_an_engine_loads_what_it_prefilled_itself(fleet: Fleet, truth: Truth, kind: type[Ferried]) -> None:
+    """As behind a router that does not tell the two legs apart."""
+    (both,) = fleet.up(llama(fleet, "P") if kind is Ferried else llama(fleet, "among", kind=kind))
+    assert_crosses(both, both, truth, seed=101)
+    all_given_back(both)
 
 
 def test_where_failed_loads_shall_fail_the_client_sees_an_error(fleet: Fleet, truth: Truth) -> None:
@@ -581,6 +613,57 @@ def test_engines_that_share_a_key_cross_and_others_recompute(fleet: Fleet, truth
         assert "under another key" in consumer.log.read_text()
     producer, friend = fleet.up(engines[0], llama(fleet, "friend", settings={**QUICK, "key_file": str(files[0])}))
     assert_crosses(producer, friend, truth)
+
+
+def test_two_fine_tunes_of_one_configuration_do_not_cross(fleet: Fleet, truth: Truth, tmp_path: Path) -> None:
+    """A third engine serves a copy of the first one's checkpoint, at another place."""
+    base = llama(fleet, "P")
+    tuned, copied = (_at(base, tmp_path / name) for name in ("tuned", "copied"))
+    for file in tuned.checkpoint.folder.glob("*.safetensors"):
+        held = load_file(file)
+        save_file({name: weight * 1.01 if "3.self_attn.v_proj" in name else weight for name, weight in held.items()}, file)
+    producer, consumer, other = fleet.up(base, tuned, copied)
+    tokens = prompt(200, 102)
+    wanted, before = legs.ask(consumer, tokens), meter(consumer)
+    assert_right(legs.cross(producer, consumer, tokens).decode, wanted)
+    assert_loads(consumer, before, refused=1)
+    assert re.search(r"weights \w{16}\) there, .* weights \w{16}\) here", consumer.log.read_text())
+    assert_crosses(producer, other, truth, seed=103)
+
+
+def _at(engine: Engine, folder: Path) -> Engine:
+    """The same, with a copy of its checkpoint."""
+    shutil.copytree(engine.checkpoint.folder, folder)
+    return replace(engine, checkpoint=replace(engine.checkpoint, folder=folder))
+
+
+@pytest.mark.parametrize("at", ["consumer", "producer"])
+def test_a_drafter_that_one_side_runs_alone_costs_nothing(fleet: Fleet, truth: Truth, checkpoints: Path, at: str) -> None:
+    speculative = json.dumps({"method": "eagle", "model": str(eagle(checkpoints)), "num_speculative_tokens": 2})
+    plain = llama(fleet, "P")
+    drafting = llama(fleet, "drafting", policy="fail", flags=(*POOL, f"--speculative-config={speculative}"))
+    producer, consumer = fleet.up(*((plain, drafting) if at == "consumer" else (drafting, plain)))
+    for seed in (104, 105):
+        tokens = prompt(211, seed)
+        wanted, before = legs.ask(fleet.up(plain)[0], tokens), meter(consumer)
+        got = legs.cross(producer, consumer, tokens).decode
+        assert got.tokens == wanted.tokens, got
+        assert assert_loads(consumer, before, loaded=1).tokens == len(tokens) - 1
+    all_given_back(producer)
+    all_given_back(consumer)
+
+
+def eagle(checkpoints: Path) -> Path:
+    """One layer that guesses what the tiny llama will say, as badly as chance has it."""
+    folder = checkpoints / "eagle"
+    if not folder.exists():
+        config = architectures.llama(num_hidden_layers=1)
+        config.save_pretrained(folder)
+        held = transformers.LlamaModel(config).state_dict()
+        held = {name: weight for name, weight in held.items() if name not in ("norm.weight", "layers.0.input_layernorm.weight")}
+        held["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) / config.hidden_size
+        save_file(held, folder / "model.safetensors")
+    return folder
 
 
 def test_listening_beyond_this_machine_without_a_key_ends_the_start(fleet: Fleet) -> None:

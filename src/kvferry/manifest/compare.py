@@ -55,7 +55,7 @@ def compare_layers(consumer: Manifest, layers: Iterable[Layer], holders: Holders
         held = holders.get(layer.name, ())
         if not held and layer.required:
             found.append(
-                Mismatch("held by no producer rank; declare it not required if the producer never runs it", layer.name)
+                Mismatch("held by no producer rank; does the producer run the whole model, and all of its ranks?", layer.name)
             )
         if len({other.group for _, other in held}) > 1:
             found.append(Mismatch("the producer's ranks put it in different groups", layer.name))

@@ -6,9 +6,10 @@ from kvferry.session.ferry import Ferry, Load, Outcome
 from kvferry.session.key import Key, read_key
 from kvferry.session.listener import Listener
 from kvferry.session.meeting import Meeting, meet
-from kvferry.session.messages import Card, Hello, Refusal, Release, Renew, Welcome
+from kvferry.session.messages import Card, Found, Hello, Refusal, Release, Renew, Seek, Welcome
 from kvferry.session.producer import Closing, Ending, Producer
 from kvferry.session.reference import Lease, Reference, digest, from_params, to_params
+from kvferry.session.wire import seek
 from kvferry.session.words import Words
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Courier",
     "Ending",
     "Ferry",
+    "Found",
     "Hello",
     "Key",
     "Lease",
@@ -32,6 +34,7 @@ __all__ = [
     "Refusal",
     "Release",
     "Renew",
+    "Seek",
     "Welcome",
     "Words",
     "digest",
@@ -39,5 +42,6 @@ __all__ = [
     "key_of",
     "meet",
     "read_key",
+    "seek",
     "to_params",
 ]

@@ -21,15 +21,17 @@ from kvferry.session.key import Key, reach
 from kvferry.session.messages import (
     MAX_REQUEST,
     SESSION_VERSION,
+    Found,
     Hello,
     Refusal,
     Release,
     Renew,
+    Seek,
     Welcome,
     pack,
     unpack_request,
 )
-from kvferry.session.reference import Lease
+from kvferry.session.reference import Lease, Reference
 
 logger = logging.getLogger("kvferry.session")
 
@@ -83,6 +85,7 @@ class Listener:
             self._poller.register(end, zmq.POLLIN)
         self._tick_ms, self._watch_at = _TICK_MS, 0.0
         self._welcome: bytes | None = None
+        self._find: Callable[[Seek], Reference | None] = lambda seek: None
         self._lock = threading.Lock()
         self._renewed: dict[str, dict[Lease, None]] = {}
         self._released: dict[Lease, Release] = {}
@@ -91,9 +94,9 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name="kvferry-listener", daemon=True)
         self._thread.start()
 
-    def welcome(self, welcome: Welcome) -> None:
-        """What greetings are answered with from now on."""
-        self._welcome = pack(welcome)
+    def welcome(self, welcome: Welcome, find: Callable[[Seek], Reference | None] = lambda seek: None) -> None:
+        """What greetings are answered with from now on; `find` looks references up, on the listener's thread."""
+        self._welcome, self._find = pack(welcome), find
 
     def take(self) -> list[Renew | Release]:
         """What was said since the last call, each lease once."""
@@ -166,6 +169,8 @@ class Listener:
         except DecodeError as error:
             self._refuse(str(error))
             return pack(Refusal(str(error)[:4096]))
+        if isinstance(message, Seek):
+            return pack(Found(self._find(message)))
         if not isinstance(message, Hello):
             self._keep(message)
             return None

@@ -5,6 +5,8 @@
                               <--    Welcome (the cards of all ranks), or Refusal with the reason
     Renew (leases in use)     -->            the deadlines of those that live move on
     Release (a lease)         -->            the lease ends, whether its blocks were read or not
+    Seek (a prompt)           -->
+                              <--    Found (its reference, if it came together with one that the consumer knows)
 
 Renew and Release have no answer: both may be repeated, and a lost one costs no more than waiting for the deadline.
 """
@@ -18,7 +20,7 @@ from msgspec import Meta, Struct
 
 from kvferry.errors import DecodeError
 from kvferry.manifest.schema import Label, Manifest, Name
-from kvferry.session.reference import Lease
+from kvferry.session.reference import Lease, Reference
 
 SESSION_VERSION: Final = 1
 MAX_REQUEST: Final = 1 << 14
@@ -68,10 +70,22 @@ class Release(Struct, frozen=True, tag="release"):
     note: Label = ""
 
 
+class Seek(Struct, frozen=True, tag="seek"):
+    """Which reference is of the prompt with this digest? `lease` is of one that came in the same request."""
+
+    incarnation: Name
+    lease: Lease
+    digest: Name
+
+
+class Found(Struct, frozen=True, tag="found"):
+    reference: Reference | None = None
+
+
 T = TypeVar("T")
 
-Request = Hello | Renew | Release
-Reply = Welcome | Refusal
+Request = Hello | Renew | Release | Seek
+Reply = Welcome | Refusal | Found
 
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

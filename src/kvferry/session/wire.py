@@ -14,7 +14,8 @@ import zmq
 
 from kvferry.errors import SessionError, plain
 from kvferry.session.key import Key, reach
-from kvferry.session.messages import MAX_WELCOME, SESSION_VERSION, Hello, Refusal, Welcome, pack, unpack_reply
+from kvferry.session.messages import MAX_WELCOME, SESSION_VERSION, Found, Hello, Refusal, Seek, Welcome, pack, unpack_reply
+from kvferry.session.reference import Reference
 
 Number = tuple[str, int]
 """A host's number and a port."""
@@ -86,11 +87,29 @@ def _wait(probe: socket.socket, what: int, deadline: float, stop: threading.Even
 def ask_at(
     address: str, number: Number, hello: Hello, key: Key | None, timeout_s: float, stop: threading.Event | None = None
 ) -> Welcome:
+    reply = _exchange(address, number, hello, key, timeout_s, stop)
+    if not isinstance(reply, Welcome) or reply.version != SESSION_VERSION:
+        spoken = f"sessions of version {reply.version}" if isinstance(reply, Welcome) else "out of turn"
+        raise SessionError(f"{address} speaks {spoken}, this side {SESSION_VERSION}")
+    return reply
+
+
+def seek(
+    address: str, message: Seek, key: Key | None, timeout_s: float, stop: threading.Event | None = None
+) -> Reference | None:
+    """The reference that a producer finds; raises SessionError as `ask` does."""
+    reply = _exchange(address, find(address, key, timeout_s, stop), message, key, timeout_s, stop)
+    return reply.reference if isinstance(reply, Found) else None
+
+
+def _exchange(
+    address: str, number: Number, message: Hello | Seek, key: Key | None, timeout_s: float, stop: threading.Event | None
+) -> Welcome | Found:
     """Of a reply only the last frame is kept, so that a long one costs no more than it may."""
     context = zmq.Context()
     try:
         end = dial(context, number, key, MAX_WELCOME, {zmq.CONFLATE: 1})
-        end.send(pack(hello))
+        end.send(pack(message))
         deadline = time.monotonic() + timeout_s
         while not end.poll(_TICK_MS):
             if stop is not None and stop.is_set():
@@ -105,8 +124,6 @@ def ask_at(
         context.destroy(linger=0)
     if isinstance(reply, Refusal):
         raise SessionError(f"{address} refuses: {plain(reply.reason)}")
-    if reply.version != SESSION_VERSION:
-        raise SessionError(f"{address} speaks sessions of version {reply.version}, this side {SESSION_VERSION}")
     return reply
 
 

@@ -216,6 +216,9 @@ class NixlTransport:
         found = decode_metadata(metadata, CARRIER)
         if self._peers.again(found):
             return found.name
+        if found.name == self.name:
+            self._peers.add(found)
+            return found.name
         try:
             loaded = self._agent.add_remote_agent(found.blob)
         except self._library.errors as error:
@@ -483,10 +486,15 @@ class NixlTransport:
         name = peer.metadata.name
         self._release_lists(peer)
         try:
-            self._agent.remove_remote_agent(name)
+            self._disconnect(name)
         except self._library.errors as error:
             logger.warning("peer %s: NIXL does not forget it: %s", name, error)
         self._peers.remove(name)
+
+    def _disconnect(self, name: str) -> None:
+        """An agent knows itself from its start on: it refuses its own metadata, and cannot be made to forget itself."""
+        if name != self.name:
+            self._agent.remove_remote_agent(name)
 
     def _release_lists(self, peer: Peer) -> None:
         for found in peer.take_lists():
@@ -504,7 +512,7 @@ class NixlTransport:
                     self._let_go(peer, read, flight)
             self._release_lists(peer)
             try:
-                self._agent.remove_remote_agent(name)
+                self._disconnect(name)
             except self._library.errors as error:
                 logger.debug("peer %s: NIXL does not forget it: %s", name, error)
         self._peers.clear()

@@ -15,9 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvferry.engines.vllm import register
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
-from kvferry.engines.vllm.manifest import refuse_context_parallel
 from kvferry.engines.vllm.options import read_options
+from kvferry.engines.vllm.refusals import refuse_unserved
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.worker import WorkerHalf
@@ -32,7 +33,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         logging.getLogger("kvferry").parent = logging.getLogger("vllm")
-        refuse_context_parallel(vllm_config)
+        refuse_unserved(vllm_config, current_platform.device_type)
         options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -159,3 +160,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> FerryMetrics:
         return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+register()
+"""vLLM looks a connector among several up by its name, also where it was loaded by its module's."""

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, Literal
 
+from kvferry.engines.vllm.drafters import drafted_layers
 from kvferry.engines.vllm.layouts import Cell, certified
 from kvferry.engines.vllm.states import StateLayer, dtype_name, state_parts
 from kvferry.engines.vllm.surface import Group as VllmGroup
 from kvferry.engines.vllm.surface import KVCacheConfig, Layers, Tensor, VllmConfig
+from kvferry.engines.vllm.tables import spec_of
 from kvferry.errors import ManifestError
 from kvferry.manifest.kinds import Shard, split_or_replicate
 from kvferry.manifest.page import Extent, whole
@@ -69,6 +71,7 @@ class _Worker:
     shard: Shard
     version: str
     conv: Literal["ds", "sd"]
+    drafted: frozenset[str]
 
 
 def manifest_of(
@@ -90,13 +93,15 @@ def manifest_of(
     refuse_context_parallel(vllm_config)
     if conv_layout not in ("SD", "DS"):
         raise ManifestError(f"conv layout {conv_layout!r} is neither SD nor DS")
+    layers = vllm_config.compilation_config.static_forward_context
     worker = _Worker(
         vllm_config,
-        vllm_config.compilation_config.static_forward_context,
+        layers,
         kv_cache_config.num_blocks,
         Shard(identity.rank.tp, identity.rank.tp_size),
         version,
         "sd" if conv_layout == "SD" else "ds",
+        drafted_layers([name for name in layers if name in kv_caches], vllm_config, layers),
     )
     groups: list[Group] = []
     placed: list[tuple[str, int, Reach, bool, tuple[_Placed, ...]]] = []
@@ -108,9 +113,9 @@ def manifest_of(
         for name in group.layer_names:
             layer = worker.layers[name]
             if getattr(layer, "kv_sharing_target_layer_name", None) is None:
-                spec = _layer_spec(group.kv_cache_spec, name)
+                spec = spec_of(group.kv_cache_spec, name)
                 parts = _parts(name, layer, spec, kv_caches[name], worker)
-                placed.append((name, index, _reach(layer, spec), not getattr(layer, "is_draft_layer", False), parts))
+                placed.append((name, index, _reach(layer, spec), name not in worker.drafted, parts))
     return _assemble(identity, groups, placed)
 
 
@@ -121,19 +126,13 @@ def refuse_context_parallel(config: VllmConfig) -> None:
             raise ManifestError(f"{field} > 1: token ownership over context-parallel ranks is not supported; set it to 1")
 
 
-def _layer_spec(spec: Any, name: str) -> Any:
-    """A group of one type but several shapes carries a spec for each layer."""
-    by_layer: Mapping[str, Any] = getattr(spec, "kv_cache_specs", {})
-    return by_layer.get(name, spec)
-
-
 def _kind(spec: Any) -> str:
     return type(spec).__name__
 
 
 def _group(index: int, group: VllmGroup, kv_caches: Mapping[str, Tensor], worker: _Worker, hashed: bool) -> Group:
     names = group.layer_names
-    spec = _layer_spec(group.kv_cache_spec, names[0]) if names else group.kv_cache_spec
+    spec = spec_of(group.kv_cache_spec, names[0] if names else "")
     where = names[0] if names else f"group {index}"
     if group.host_resident:
         raise ManifestError(f"{where}: group {index} lives in host memory beside the device pool: not supported; turn it off")
@@ -168,7 +167,7 @@ def _reach(layer: Any, spec: Any) -> Reach:
 def _parts(name: str, layer: Any, spec: Any, tensor: Tensor, worker: _Worker) -> tuple[_Placed, ...]:
     if _kind(spec) == "MambaSpec":
         return _state(name, layer, spec, tensor, worker)
-    heads = _heads(name, layer, spec, worker)
+    heads = _heads(name, spec, worker)
     shape, stride = tensor.shape, tensor.stride()
     if len(shape) != 4 or shape[1] != heads.count:
         raise ManifestError(f"{name}: a cache of shape {tuple(shape)} does not have one slot a head for {heads.count} kv heads")
@@ -193,7 +192,7 @@ def _kernel_blocks(name: str, tensor: Tensor, spec: Any, worker: _Worker) -> int
     return ratio
 
 
-def _heads(name: str, layer: Any, spec: Any, worker: _Worker) -> Extent:
+def _heads(name: str, spec: Any, worker: _Worker) -> Extent:
     """A rank with several heads has an equal share; with one it may be a replica, and the model must say of what."""
     local: int = spec.num_kv_heads
     size = worker.shard.size
@@ -202,8 +201,7 @@ def _heads(name: str, layer: Any, spec: Any, worker: _Worker) -> Extent:
     total = local * size
     if local == 1 and size > 1:
         config = worker.config
-        draft = getattr(layer, "is_draft_layer", False)
-        model = config.speculative_config.draft_model_config if draft else config.model_config
+        model = config.speculative_config.draft_model_config if name in worker.drafted else config.model_config
         index = next((int(piece) for piece in name.split(".") if piece.isdigit()), 0)
         total = model.model_arch_config[index].total_num_kv_heads
         if total > size:

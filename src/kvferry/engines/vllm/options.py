@@ -23,11 +23,12 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     index. `advertise`: the host that references name, where it is not the one listened on. `key_file`: the cluster's shared
     key; needed for everything beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
     refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent, `lease_most_s` for one that is not.
-    `greeting_s`: how long a producer may take to answer. `read_s`: how long a read may go without progress. `strategies`: how
-    caches may be read: `mapped`, out of device memory of this machine's processes, `direct`, by descriptors, which is always
-    possible. `copy_programs`: how many programs of a GPU's kernel copy at a time. `cache_layout`: the order of the cache's axes
-    to ask vLLM for, by vLLM's names; empty: what suits transfers best. `progress_thread`, `posting_threads`, `sync`, `window`,
-    `backend`, `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
+    `greeting_s`: how long a producer may take to answer. `weights`: what the model's weights are called, where a digest of the
+    checkpoint does not do. `read_s`: how long a read may go without progress. `strategies`: how caches may be read: `mapped`,
+    out of device memory of this machine's processes, `direct`, by descriptors, which is always possible. `copy_programs`: how
+    many programs of a GPU's kernel copy at a time. `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's
+    names; empty: what suits transfers best. `progress_thread`, `posting_threads`, `sync`, `window`, `backend`,
+    `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
     """
 
     listen: str = "127.0.0.1:0"
@@ -37,6 +38,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: Seconds = 60.0
     lease_most_s: Seconds = 600.0
     greeting_s: Seconds = 15.0
+    weights: Annotated[str, Meta(max_length=96)] = ""
     read_s: Seconds = 30.0
     strategies: tuple[Literal["mapped", "direct"], ...] = ("mapped", "direct")
     copy_programs: Annotated[int, Meta(ge=2, le=1024)] = 128

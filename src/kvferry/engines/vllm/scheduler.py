@@ -3,15 +3,20 @@
 Knows vLLM's requests and block ids, never bytes. A request is at most one of two things here:
 
     prefill: truncated to N-1 tokens -> lease opened with its first blocks -> published when it finishes -> ended -> freed
-    decode:  reference checked -> producer met -> blocks allocated -> loading -> over; the lease is released at every way out
+    decode:  reference checked -> producer met -> blocks allocated -> loading -> over; the lease is released at every way out.
+             Where the reference is of another prompt of the same request, the producer is asked for its own once it is met.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import re
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,10 +24,14 @@ from typing import Any
 import msgspec
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
+from kvferry.engines.vllm.drafters import without_other_drafters
+from kvferry.engines.vllm.identity import adapter_of, fingerprint
+from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.siblings import Siblings, family_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import tables_of
-from kvferry.errors import BadReferenceError, BindError, SessionError
+from kvferry.errors import BadReferenceError, BindError, KVFerryError, SessionError
 from kvferry.session import (
     Card,
     Courier,
@@ -33,11 +42,14 @@ from kvferry.session import (
     PeerKey,
     Producer,
     Reference,
+    Renew,
+    Seek,
     Welcome,
     digest,
     from_params,
     key_of,
     meet,
+    seek,
     to_params,
 )
 
@@ -45,21 +57,27 @@ logger = logging.getLogger("kvferry.vllm")
 
 FINISHED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
+SEEKERS = 4
 
 
 class Stage(Enum):
-    """WAITING: no blocks yet. LOADING: ranks read. OVER: nothing more will be loaded for it."""
+    """WAITING: no blocks yet. LOADING: ranks read. ABANDONED: it ended, and ranks still read. OVER: nothing is loaded for it by
+    this connector, though another one may."""
 
     WAITING = "waiting"
     LOADING = "loading"
+    ABANDONED = "abandoned"
     OVER = "over"
 
 
 @dataclass
 class _Decode:
-    """A request that came with a reference; `reason` says why the reference is not used."""
+    """A request that came with a reference; `reason` says why the reference is not used. `sibling` is one of another prompt,
+    from whose producer the right one is `sought`."""
 
     reference: Reference | None
+    sibling: Reference | None = None
+    sought: Future[Reference | None] | None = None
     reason: str = ""
     stage: Stage = Stage.WAITING
     counted: bool = False
@@ -90,6 +108,8 @@ class SchedulerHalf:
     ) -> None:
         transfer = config.kv_transfer_config
         self._engine: str = transfer.engine_id
+        self._model = fingerprint(config, options.weights)
+        self._media_by_content = are_named_by_request(config)
         self._incarnation = secrets.token_hex(8)
         self._groups: Sequence[Any] = kv_cache_config.kv_cache_groups
         self._options, self._clock = options, clock
@@ -108,6 +128,10 @@ class SchedulerHalf:
         if transfer.is_kv_consumer:
             hello = Hello(self._engine, self._incarnation)
             self._courier = Courier(hello, self._key, options.greeting_s, self._meet)
+        self._seekers = ThreadPoolExecutor(SEEKERS, "kvferry-seeking") if transfer.is_kv_consumer else None
+        self._closing = threading.Event()
+        self._siblings = Siblings()
+        self._siblings_at = -math.inf
         self._evict: Callable[[set[int]], None] | None = None
         self._prefills: dict[str, _Prefill] = {}
         self._decodes: dict[str, _Decode] = {}
@@ -120,10 +144,19 @@ class SchedulerHalf:
         self._evict = evict
 
     def ranks(self, cards: Mapping[tuple[int, int], RankCard]) -> None:
-        """The cards of all ranks, once; from now on greetings are answered. Meets the peers of the options."""
+        """The cards of all ranks, once; from now on greetings are answered. Meets the peers of the options.
+
+        Beside other connectors the first one's cards are given to all."""
+        for found in cards.values():
+            if not isinstance(found, RankCard):
+                raise SessionError(
+                    f"{type(found).__name__} was given in place of KVFerry's cards: of several connectors, name "
+                    "KVFerryConnector first"
+                )
         self._cards = tuple(self._stamped(found.card) for _, found in sorted(cards.items()))
         if self._listener is not None:
-            self._listener.welcome(Welcome(self._engine, self._incarnation, self._options.lease_s, self._cards))
+            welcome = Welcome(self._engine, self._incarnation, self._options.lease_s, self._cards)
+            self._listener.welcome(welcome, self._find)
             logger.info("%s answers consumers at %s", self._engine, self._address)
         if self._courier is None:
             return
@@ -138,14 +171,15 @@ class SchedulerHalf:
             logger.warning("%s; it is met when the first request names it", error)
 
     def _stamped(self, card: Card) -> Card:
-        """Ranks do not know the start they belong to."""
-        identity = msgspec.structs.replace(card.caches.identity, incarnation=self._incarnation)
+        """Ranks know neither the start they belong to, nor, where they have no checkpoint at hand, the weights they serve."""
+        identity = msgspec.structs.replace(card.caches.identity, incarnation=self._incarnation, model=self._model)
         return msgspec.structs.replace(card, caches=msgspec.structs.replace(card.caches, identity=identity))
 
     def _meet(self, peer: PeerKey, welcome: Welcome) -> Meeting:
         if not self._cards:
             raise SessionError("this engine is still starting; ask again")
-        meeting = meet(peer, welcome, [card.caches for card in self._cards])
+        mine = [card.caches for card in self._cards]
+        meeting = meet(peer, without_other_drafters(welcome, mine), mine)
         logger.info("%s", meeting)
         return meeting
 
@@ -161,16 +195,21 @@ class SchedulerHalf:
         if self._listener is None:
             logger.warning("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
             return
-        tokens = request.prompt_token_ids
         request.max_tokens = 1
-        if tokens is None or len(tokens) < 2 or not _is_told_by_tokens(request) or not _ends_after_one_step(request):
+        if _is_streamed_without_params(request):
+            logger.error(
+                "request %s asks for a prefill for others in a stream, and vLLM's streams carry no kv_transfer_params: nothing "
+                "is kept for it; ask with stream false",
+                request.request_id,
+            )
             return
-        if any(place + length >= len(tokens) for _, place, length in _media(request)):
+        if not _can_be_handed_over(request) or not _ends_after_one_step(request):
             return
+        tokens = request.prompt_token_ids
         del tokens[-1:]
         del request._all_token_ids[-1:]
         request.num_prompt_tokens -= 1
-        self._prefills[request.request_id] = _Prefill(len(tokens), _digest(request, len(tokens)))
+        self._prefills[request.request_id] = _Prefill(len(tokens), _digest(request, len(tokens), self._media_by_content))
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
         found = self._decodes[request.request_id] = _Decode(None)
@@ -180,7 +219,12 @@ class SchedulerHalf:
             if "kvferry" not in params:
                 raise BadReferenceError("kv_transfer_params carry no reference of KVFerry; does the producer run it too?")
             reference = from_params(params["kvferry"], self._secret)
-            self._check(request, reference)
+            if not request.abort_immediately:
+                self._check(request, reference)
+        except _AnotherPromptError as error:
+            if _can_be_handed_over(request):
+                found.sibling, found.reason = reference, str(error)
+            return
         except BadReferenceError as error:
             found.reason = str(error)
             return
@@ -193,15 +237,75 @@ class SchedulerHalf:
         if tokens is None or not _is_told_by_tokens(request):
             raise BadReferenceError("a prompt of embeddings cannot be compared with what was prefilled")
         if reference.tokens >= len(tokens):
-            raise BadReferenceError(f"the reference covers {reference.tokens} tokens, the prompt has {len(tokens)}")
-        if reference.digest != _digest(request, reference.tokens):
-            raise BadReferenceError("the reference is of another prompt, adapter, media or salt")
+            raise _AnotherPromptError(f"the reference covers {reference.tokens} tokens, the prompt has {len(tokens)}")
+        if reference.digest not in self._digests(request, reference.tokens):
+            raise _AnotherPromptError("the reference is of another prompt, adapter, media or salt")
+
+    def _digests(self, request: Any, tokens: int) -> Iterator[str]:
+        """What the producer may call the prompt: it may have no other name for media than their content."""
+        yield _digest(request, tokens, self._media_by_content)
+        if request.mm_features and not self._media_by_content:
+            yield _digest(request, tokens, True)
+
+    def _has_own_reference(self, request: Any, decode: _Decode) -> bool:
+        """Whether it is settled what becomes of a request that came with another prompt's reference: the producer that gave it
+        is met, then asked."""
+        sibling = decode.sibling
+        if sibling is None or self._courier is None or self._seekers is None:
+            return True
+        if decode.sought is None:
+            met = self._courier.peer(sibling)
+            if met is not None and not isinstance(met, str):
+                digests = tuple(self._digests(request, len(request.prompt_token_ids) - 1))
+                decode.sought = self._seekers.submit(self._seek, sibling, digests)
+            elif met is not None:
+                decode.sibling, decode.reason = None, met
+            return decode.sibling is None
+        if not decode.sought.done():
+            return False
+        decode.sibling = None
+        self._take_sought(request, decode, decode.sought)
+        return True
+
+    def _take_sought(self, request: Any, decode: _Decode, sought: Future[Reference | None]) -> None:
+        try:
+            found = sought.result()
+            if found is not None:
+                self._check(request, found)
+        except KVFerryError as error:
+            decode.reason = f"{decode.reason}, and its own is not found: {error}"
+            return
+        if found is not None and self._courier is not None:
+            decode.reference, decode.reason = found, ""
+            self._courier.hold(request.request_id, found)
+
+    def _seek(self, sibling: Reference, digests: Sequence[str]) -> Reference | None:
+        """Beside the engine. What is found must be where the sibling is, and not be it: then the sibling was changed on its
+        way."""
+        try:
+            for wanted in digests:
+                message = Seek(sibling.incarnation, sibling.lease, wanted)
+                found = seek(sibling.address, message, self._key, self._options.greeting_s, self._closing)
+                if found is not None and key_of(found) == key_of(sibling) and found.lease != sibling.lease:
+                    return found
+        except KVFerryError:
+            raise
+        except Exception as error:
+            logger.exception("%s cannot be asked for a prompt", key_of(sibling))
+            raise SessionError(f"{type(error).__name__}: {error}") from None
+        return None
+
+    def _find(self, message: Seek) -> Reference | None:
+        """Beside the engine."""
+        return self._siblings.find(message.lease, message.digest) if message.incarnation == self._incarnation else None
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed` will be loaded; None while the producer is being met."""
         decode = self._decodes.get(request.request_id)
         if decode is None or decode.stage is not Stage.WAITING:
             return 0, False
+        if not self._has_own_reference(request, decode):
+            return None, False
         reference = decode.reference
         if not decode.reason and reference is not None and self._courier is not None:
             found = self._courier.peer(reference)
@@ -283,10 +387,12 @@ class SchedulerHalf:
         now = self._clock()
         for message in self._listener.take() if self._listener is not None else ():
             self._producer.receive(message, now)
+        self._keep_siblings(now)
         self._producer.expire(now)
         closing = self._producer.take_closing()
         for end in closing:
             self._stats.count(end.ending.value)
+            self._siblings.ended(end.lease)
         pending, self._pending = self._pending, _Pending()
         for decode in self._decodes.values():
             self._forget_hashes(decode)
@@ -298,6 +404,14 @@ class SchedulerHalf:
             tuple(pending.loads),
             tuple(pending.refused),
         )
+
+    def _keep_siblings(self, now: float) -> None:
+        """The answer to a request of several prompts leaves when all are prefilled: until then nobody else renews."""
+        if self._prefills and now - self._siblings_at >= self._options.lease_s / 3:
+            self._siblings_at = now
+            leases = self._siblings.leases(self._prefills)
+            if leases:
+                self._producer.receive(Renew(self._incarnation, leases), now)
 
     def _forgotten(self, pending: _Pending) -> tuple[PeerKey, ...]:
         """Producers that ranks may let go of; one that is met again in this very step is kept."""
@@ -315,7 +429,7 @@ class SchedulerHalf:
                 self._decodes[identity].unhashable |= blocks
         for identity in received:
             decode = self._decodes.get(identity)
-            if decode is None:
+            if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
                 continue
             if identity in failed:
                 decode.unhashable = frozenset()
@@ -326,9 +440,9 @@ class SchedulerHalf:
             else:
                 self._stats.count("loaded")
                 self._stats.count("tokens", decode.loaded)
-            aborted = decode.stage is Stage.OVER
+            abandoned = decode.stage is Stage.ABANDONED
             self._over(identity, decode, "failed" if identity in failed else "loaded")
-            if aborted:
+            if abandoned:
                 del self._decodes[identity]
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -345,11 +459,22 @@ class SchedulerHalf:
         if decode is None:
             return
         if decode.stage is Stage.LOADING:
-            decode.stage = Stage.OVER
+            decode.stage = Stage.ABANDONED
             return
         if decode.stage is Stage.WAITING:
+            if decode.sought is not None and decode.sibling is not None:
+                decode.sought.add_done_callback(lambda sought: self._give_back(identity, sought))
             self._over(identity, decode, "finished before it was loaded")
         del self._decodes[identity]
+
+    def _give_back(self, identity: str, sought: Future[Reference | None]) -> None:
+        """A reference that was found too late."""
+        if sought.cancelled() or sought.exception() is not None:
+            return
+        found = sought.result()
+        if found is not None and self._courier is not None:
+            self._courier.hold(identity, found)
+            self._courier.release(identity, found, "finished before it was loaded")
 
     def _publish(
         self, request: Any, prefill: _Prefill, block_ids: Sequence[Sequence[int]]
@@ -359,6 +484,10 @@ class SchedulerHalf:
             computed = request.num_computed_tokens
             if request.status.name not in FINISHED or computed != prefill.tokens:
                 raise SessionError(f"it ended as {request.status.name} after {computed} of {prefill.tokens} tokens")
+            twin = self._siblings.twin(identity, prefill.digest)
+            if twin is not None:
+                self._producer.abort(identity)
+                return False, self._params(twin)
             blocks = tables_of(self._groups, block_ids, prefill.tokens)
             lease = self._producer.publish(identity, self._clock())
         except (SessionError, BindError) as error:
@@ -376,12 +505,17 @@ class SchedulerHalf:
             {str(group): table for group, table in blocks.items()},
             prefill.digest,
         )
+        family = family_of(identity)
+        self._siblings.published(reference, [other for other in self._prefills if family_of(other) == family])
+        return True, self._params(reference)
+
+    def _params(self, reference: Reference) -> dict[str, Any]:
         host, _, port = self._address.rpartition(":")
-        return True, {
+        return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._engine,
-            "remote_request_id": identity,
+            "remote_request_id": reference.request,
             "remote_host": host,
             "remote_port": int(port),
             "kvferry": to_params(reference, self._secret),
@@ -391,10 +525,26 @@ class SchedulerHalf:
         return self._stats.take()
 
     def close(self) -> None:
+        self._closing.set()
+        if self._seekers is not None:
+            self._seekers.shutdown(wait=True, cancel_futures=True)
         if self._courier is not None:
             self._courier.close()
         if self._listener is not None:
             self._listener.close()
+
+
+class _AnotherPromptError(BadReferenceError):
+    """A reference is in order, and not of this prompt: its own may be found where that one is."""
+
+
+def _can_be_handed_over(request: Any) -> bool:
+    """Whether a producer keeps anything of such a prompt: at least one token besides the last, which is no part of an image."""
+    tokens = request.prompt_token_ids
+    if tokens is None or len(tokens) < 2 or not _is_told_by_tokens(request):
+        return False
+    media = (feature.mm_position for feature in request.mm_features)
+    return not any(place.offset + place.length >= len(tokens) for place in media)
 
 
 def _is_told_by_tokens(request: Any) -> bool:
@@ -407,17 +557,22 @@ def _ends_after_one_step(request: Any) -> bool:
     return not request.resumable and not request.skip_reading_prefix_cache and request.pooling_params is None
 
 
-def _media(request: Any) -> list[tuple[str, int, int]]:
-    """Identity, place and length of everything that is not text."""
-    return [(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
+def _is_streamed_without_params(request: Any) -> bool:
+    """Streams of vLLM's completions and chat completions, which it names so; who calls the engine itself sees every field."""
+    sampling = request.sampling_params
+    streamed = sampling is not None and sampling.output_kind.name == "DELTA"
+    return streamed and re.match(r"(\d+_)?(chat)?cmpl-", request.request_id) is not None
 
 
-def _digest(request: Any, tokens: int) -> str:
-    lora = request.lora_request
-    media = [(name, place) for name, place, _ in _media(request) if place < tokens]
+def _digest(request: Any, tokens: int, media_by_content: bool = False) -> str:
+    media = [
+        (content_of(feature) if media_by_content else feature.identifier, feature.mm_position.offset)
+        for feature in request.mm_features
+        if feature.mm_position.offset < tokens
+    ]
     return digest(
         request.prompt_token_ids[:tokens],
-        adapter=lora.lora_name if lora is not None else "",
+        adapter=adapter_of(request.lora_request),
         media=media,
         salt=request.cache_salt or "",
     )

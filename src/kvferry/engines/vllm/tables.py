@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvferry.engines.vllm.surface import Group
@@ -15,10 +15,17 @@ NULL_BLOCK: Final = 0
 def tables_of(groups: Sequence[Group], block_ids: Sequence[Sequence[int]], tokens: int) -> dict[int, list[int] | int]:
     """Tables for the first `tokens` tokens, keyed by the group's position; groups that are not transferred are left out."""
     return {
-        index: _table(index, group.kv_cache_spec, ids, tokens)
+        index: _table(index, spec_of(group.kv_cache_spec), ids, tokens)
         for index, (group, ids) in enumerate(zip(groups, block_ids, strict=True))
         if group.enable_kv_transfer
     }
+
+
+def spec_of(spec: Any, layer: str = "") -> Any:
+    """The spec of a layer, or of any: a group of one type but several shapes carries one for each, which agree on all but
+    the shape."""
+    by_layer: Mapping[str, Any] = getattr(spec, "kv_cache_specs", None) or {}
+    return by_layer.get(layer) or next(iter(by_layer.values()), spec)
 
 
 def _table(index: int, spec: Any, ids: Sequence[int], tokens: int) -> list[int] | int:

@@ -13,7 +13,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.version import __version__
 
 from kvferry.engines.vllm.cargo import Orders, Report
-from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.stats import FerryStats
@@ -48,7 +47,7 @@ class WorkerHalf:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Declare and register every storage; raises where something in it cannot be moved."""
         engine = self._config.kv_transfer_config.engine_id
-        identity = Identity(engine, "starting", fingerprint(self._config), self._rank)
+        identity = Identity(engine, "starting", "starting", self._rank)
         manifest = manifest_of(
             self._kv_cache_config, kv_caches, self._config, identity, version=__version__, conv_layout=get_conv_state_layout()
         )

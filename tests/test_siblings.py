@@ -1,0 +1,118 @@
+"""References of requests that came together: who finds whose, and on what channel."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvferry.engines.vllm.siblings import Siblings, family_of, prompt_of
+from kvferry.errors import SessionError
+from kvferry.manifest import Identity, Manifest
+from kvferry.session import Card, Hello, Lease, Listener, Reference, Seek, Welcome, seek
+from kvferry.session.wire import ask
+
+PATIENCE_S = 30.0
+
+
+def reference(request: str, digest: str = "d", slot: int = 0) -> Reference:
+    return Reference("127.0.0.1:1", "P", "1", request, Lease(slot, 100 + slot), 9, {"0": [1]}, digest)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "family", "prompt"),
+    [
+        ("cmpl-1f-0-5a5a5a5a", "cmpl-1f", ""),
+        ("cmpl-1f-12-5a5a5a5a", "cmpl-1f", ""),
+        ("cmpl-1f-0", "cmpl-1f", ""),
+        ("3_cmpl-1f-0-5a5a5a5a", "cmpl-1f", "cmpl-1f-0-5a5a5a5a"),
+        ("chatcmpl-1f-5a5a5a5a", "chatcmpl-1f", ""),
+        ("chatcmpl-1f_4-5a5a5a5a", "chatcmpl-1f", ""),
+        ("cmpl-a-1-2-0-5a5a5a5a", "cmpl-a-1-2", ""),
+        ("mine", "mine", ""),
+        ("", "", ""),
+        ("cmpl-\nx-0-5a5a5a5a", "cmpl-\nx", ""),
+    ],
+)
+def test_names_say_what_came_together(request_id: str, family: str, prompt: str) -> None:
+    assert family_of(request_id) == family
+    assert prompt_of(request_id) == prompt
+
+
+class TestSiblings:
+    def test_a_part_is_found_by_who_knows_the_lease_of_another(self) -> None:
+        siblings = Siblings()
+        one, other = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "other", 2)
+        stranger = reference("cmpl-2-0-cccccccc", "one", 3)
+        for it in (one, other, stranger):
+            siblings.published(it, ())
+        assert siblings.find(one.lease, "other") == other
+        assert siblings.find(stranger.lease, "other") is None
+        assert siblings.find(stranger.lease, "one") == stranger
+        assert siblings.find(Lease(1, 7), "other") is None
+        assert siblings.find(one.lease, "third") is None
+
+    def test_a_lease_that_ended_still_says_which_family_while_others_stand(self) -> None:
+        siblings = Siblings()
+        one, other = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "other", 2)
+        siblings.published(one, ())
+        siblings.published(other, ())
+        siblings.ended(one.lease)
+        assert siblings.find(one.lease, "one") is None
+        assert siblings.find(one.lease, "other") == other
+        siblings.ended(one.lease)
+        siblings.ended(other.lease)
+        siblings.ended(other.lease)
+        assert siblings.find(one.lease, "other") is None
+        assert not siblings._by_lease
+
+    def test_one_lease_does_for_all_answers_and_for_parts_that_were_awaited(self) -> None:
+        siblings = Siblings()
+        siblings.published(reference("0_cmpl-1-0-aaaaaaaa", "one", 1), ["cmpl-1-1-bbbbbbbb"])
+        assert siblings.twin("1_cmpl-1-0-aaaaaaaa", "one") is not None
+        assert siblings.twin("cmpl-1-1-bbbbbbbb", "one") is not None
+        assert siblings.twin("cmpl-1-1-bbbbbbbb", "other") is None
+        assert siblings.twin("cmpl-1-0-dddddddd", "one") is None
+        assert siblings.twin("1_cmpl-2-0-aaaaaaaa", "one") is None
+
+    def test_leases_wait_for_those_of_their_family(self) -> None:
+        siblings = Siblings()
+        one, other = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-2-0-bbbbbbbb", "two", 2)
+        siblings.published(one, ())
+        siblings.published(other, ())
+        assert siblings.leases(["cmpl-1-1-cccccccc", "cmpl-3-0-dddddddd"]) == (one.lease,)
+        assert siblings.leases([]) == ()
+
+
+class TestSeeking:
+    def test_a_producer_answers_on_its_channel(self) -> None:
+        siblings = Siblings()
+        one, other = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "other", 2)
+        for it in (one, other):
+            siblings.published(it, ())
+        listener = Listener("127.0.0.1:0")
+        try:
+            address = f"127.0.0.1:{listener.port}"
+            assert seek(address, Seek("1", one.lease, "other"), None, PATIENCE_S) is None
+            empty = Manifest(Identity("P", "1", "m"), (), (), (), ())
+            listener.welcome(Welcome("P", "1", 60.0, (Card(empty, empty, b""),)), lambda it: siblings.find(it.lease, it.digest))
+            assert seek(address, Seek("1", one.lease, "other"), None, PATIENCE_S) == other
+            assert seek(address, Seek("1", one.lease, "third"), None, PATIENCE_S) is None
+            assert ask(address, Hello("D", "2"), None, PATIENCE_S).engine == "P"
+        finally:
+            listener.close()
+
+    def test_nobody_at_the_address_is_said(self) -> None:
+        with pytest.raises(SessionError, match=r"nobody listens at 127\.0\.0\.1:1"):
+            seek("127.0.0.1:1", Seek("1", Lease(0, 1), "d"), None, PATIENCE_S)
+
+    def test_a_side_that_closes_does_not_wait(self) -> None:
+        stop = threading.Event()
+        stop.set()
+        listener = Listener("127.0.0.1:0")
+        listener._answer = lambda data: None  # type: ignore[method-assign]
+        try:
+            with pytest.raises(SessionError, match="this engine is closing"):
+                seek(f"127.0.0.1:{listener.port}", Seek("1", Lease(0, 1), "d"), None, PATIENCE_S, stop)
+        finally:
+            listener.close()
