@@ -179,7 +179,7 @@ class SchedulerHalf:
                 raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
             if "kvferry" not in params:
                 raise BadReferenceError("kv_transfer_params carry no reference of KVFerry; does the producer run it too?")
-            reference = from_params(params["kvferry"], self._secret)
+            reference = from_params(params["kvferry"], self._secret, request.num_prompt_tokens)
             self._check(request, reference)
         except BadReferenceError as error:
             found.reason = str(error)
