@@ -14,9 +14,10 @@ import zmq
 from kvferry.session import Card, Courier, Hello, Lease, Listener, Producer, Reference, Release, Renew, Welcome, Words
 from kvferry.session import listener as listening
 from kvferry.session.connections import Connections
+from kvferry.session.key import read_key
 from kvferry.session.messages import MAX_LEASES, MAX_REQUEST, pack, unpack_reply
 from kvferry.session.reference import MAX_GENERATION
-from kvferry.session.wire import ask
+from kvferry.session.wire import ask, dial
 from kvferry.transport.metadata import Metadata, encode_metadata, this_host
 from pairs import manifests_of
 from transport_suite import until
@@ -128,23 +129,27 @@ def test_a_message_that_never_ends_is_cut_off_while_others_keep_the_listener_bus
     assert 0 < sent < ENOUGH
 
 
-def test_many_whole_messages_are_never_cut_off(made, dealer, monkeypatch):
+@pytest.mark.parametrize("keyed", [False, True])
+def test_many_whole_messages_are_never_cut_off(keyed, monkeypatch, tmp_path):
     """What may wait unheard, here and in the kernel, is less than what is cut."""
-    monkeypatch.setattr(listening, "_REST", 0.0)
     assert listening._UNHEARD * MAX_REQUEST + 4 * listening._BUFFER < listening._UNSAID
-    listener = made()
-    end = dealer(listener)
+    monkeypatch.setattr(listening, "_REST", 0.0)
+    (tmp_path / "key").write_text("k" * 40)
+    key = read_key(tmp_path / "key") if keyed else None
+    listener = Listener("127.0.0.1:0", key)
     leases = tuple(Lease((1 << 40) - i, MAX_GENERATION) for i in range(MAX_LEASES))
-    sent, heard = 0, set()
-    for turn in itertools.count():
-        message = pack(Renew(f"p{turn}", leases))
-        end.send(message)
-        sent += len(message)
-        if sent > 2 * listening._UNSAID:
-            break
-    until(lambda: heard.update(m.incarnation for m in listener.take()) or len(heard) == turn + 1, "all of them")
-    assert answered(end) == WELCOME
+    heard: set[str] = set()
+    with zmq.Context() as context, dial(context, ("127.0.0.1", listener.port), key, MAX_REQUEST, {}) as end:
+        sent = 0
+        for turn in itertools.count(1):
+            message = pack(Renew(f"p{turn}", leases))
+            end.send(message)
+            sent += len(message)
+            if sent > 2 * listening._UNSAID:
+                break
+        until(lambda: heard.update(m.incarnation for m in listener.take()) or len(heard) == turn, "all of them")
     assert listener._connections.cut == 0
+    listener.close()
 
 
 def test_of_too_many_connections_the_longest_silent_ones_are_cut(made, dealer, monkeypatch):

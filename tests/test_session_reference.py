@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import BadReferenceError
 from kvferry.session import Lease, Reference, digest, from_params, to_params
+from kvferry.session.reference import MAX_GROUPS
 
 GOOD = Reference(
     "127.0.0.1:7000", "engine", "3f", "request", Lease(3, (1 << 63) - 1), 40, {"0": [1, -1, 3], "1": 7, "12": []}, "ab12"
@@ -288,3 +289,19 @@ def test_with_a_key_a_reference_that_others_made_is_refused():
     for made, read in ((theirs, ours), (b"", ours), (ours, b"")):
         with pytest.raises(BadReferenceError, match="under another key"):
             from_params(to_params(GOOD, made), read)
+
+
+@pytest.mark.parametrize(
+    "blocks", [{"0": [1] * 41}, {"0": [1], "1": [1] * 41}, {str(group): 1 for group in range(MAX_GROUPS + 1)}]
+)
+def test_a_reference_with_more_blocks_than_its_request_has_tokens_is_refused_before_it_is_read(blocks, monkeypatch):
+    """The engine's thread reads it: what that costs is for the prompt to say, not for the reference."""
+    params = to_params(msgspec.structs.replace(GOOD, blocks=blocks))
+    monkeypatch.setattr(msgspec, "convert", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(BadReferenceError, match="a request of 40 tokens has 256 groups with 40 blocks at most"):
+        from_params(params, most=40)
+
+
+def test_a_reference_with_as_many_blocks_as_tokens_is_read():
+    found = msgspec.structs.replace(GOOD, blocks={str(group): [1] * 40 for group in range(MAX_GROUPS)})
+    assert from_params(to_params(found), most=40) == found

@@ -61,8 +61,12 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def heard(self, descriptor: int) -> None:
-        """A whole message came over ZeroMQ's connection `descriptor`."""
+    def heard(self, frame: zmq.Frame) -> None:
+        """A whole message came, of which this is a frame."""
+        try:
+            descriptor = int(frame.get(zmq.SRCFD))
+        except zmq.ZMQError:
+            return
         found = self._open.pop(descriptor, None)
         if found is not None:
             found.heard = True
@@ -73,9 +77,9 @@ class Connections:
         while self.events.poll(0):
             event = recv_monitor_message(self.events)
             if event["event"] & _OPENED:
-                self._opened(event["value"])
+                self._opened(int(event["value"]))
             else:
-                self._ended(event["value"])
+                self._ended(int(event["value"]))
         while len(self._open) > self._most:
             self._cut(next(iter(self._open)))
         return sum(self._check(descriptor, found) for descriptor, found in list(self._open.items())) > 0

@@ -147,7 +147,7 @@ class Listener:
             frame = self._socket.recv(copy=False)
             data = frame.bytes if not frames else b""
             frames += 1
-        self._connections.heard(int(frame.get(zmq.SRCFD)))
+        self._connections.heard(frame)
         if frames != 1:
             self._refuse(f"a message is one frame, this one has {frames}")
             return

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -22,10 +23,12 @@ from kvferry.session.key import is_loopback, split_address
 REFERENCE_VERSION: Final = 1
 SEAL: Final = "seal"
 MAX_GENERATION: Final = (1 << 63) - 1
+MAX_GROUPS: Final = 256
+MAX_TOKENS: Final = 1 << 22
 
 Generation = Annotated[int, Meta(ge=1, le=MAX_GENERATION)]
 BlockId = Annotated[int, Meta(ge=-1, le=(1 << 40))]
-Blocks = Annotated[list[BlockId], Meta(max_length=1 << 22)] | BlockId
+Blocks = Annotated[list[BlockId], Meta(max_length=MAX_TOKENS)] | BlockId
 GroupId = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})\Z")]
 HostPort = Annotated[str, Meta(pattern=r"^\[?[0-9A-Za-z_.:%-]+\]?:[0-9]{1,5}\Z", max_length=256)]
 
@@ -49,7 +52,7 @@ class Reference(Struct, frozen=True):
     request: Name
     lease: Lease
     tokens: Count
-    blocks: Annotated[dict[GroupId, Blocks], Meta(max_length=1024)]
+    blocks: Annotated[dict[GroupId, Blocks], Meta(max_length=MAX_GROUPS)]
     digest: Name
     version: int = REFERENCE_VERSION
 
@@ -84,15 +87,17 @@ def seal(reference: Reference, secret: bytes = b"") -> str:
     return hmac.digest(b"kvferry reference " + secret, said, "sha256").hex()[:32]
 
 
-def from_params(params: object, secret: bytes = b"") -> Reference:
+def from_params(params: object, secret: bytes = b"", most: int = MAX_TOKENS) -> Reference:
     """Read what a router relayed; raises BadReferenceError saying which field is wrong. Without a secret anybody may have made
-    it, and it is believed of this machine only."""
+    it, and it is believed of this machine only. With more than `most` blocks in a group, as many as a prompt may have tokens,
+    it is not read at all: the engine waits for us."""
     if not isinstance(params, Mapping):
         raise BadReferenceError("the reference is not an object; routers must relay kv_transfer_params as they are")
     version = params.get("version")
     if version != REFERENCE_VERSION:
         said = str(version) if isinstance(version, int) and 0 <= version < 1 << 32 else "none that there is"
         raise BadReferenceError(f"the reference's version is {said}; this side reads version {REFERENCE_VERSION}")
+    _check_length(params.get("blocks"), most)
     lease = params.get("lease")
     if isinstance(lease, Mapping) and isinstance(lease.get("generation"), str) and lease["generation"].isdecimal():
         if len(lease["generation"]) > 19:
@@ -110,6 +115,17 @@ def from_params(params: object, secret: bytes = b"") -> Reference:
         )
     _check_address(found.address, secret)
     return found
+
+
+def _check_length(blocks: object, most: int) -> None:
+    if not isinstance(blocks, Mapping):
+        return
+    longest = max((len(table) for table in islice(blocks.values(), MAX_GROUPS) if isinstance(table, list)), default=0)
+    if len(blocks) > MAX_GROUPS or longest > most:
+        raise BadReferenceError(
+            f"the reference is damaged: it has {len(blocks)} groups with up to {longest} blocks; "
+            f"a prompt of {most} tokens has {MAX_GROUPS} groups with {most} blocks at most"
+        )
 
 
 def _sealed(said: object, wanted: str) -> bool:

@@ -58,8 +58,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Block-outermost on CUDA: all layers of a block are one run. Elsewhere backends restrict it, and head-major makes a
         rank's heads of a layer one run; latents have no heads."""
-        model = vllm_config.model_config
-        asked = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config).cache_layout
+        model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+        asked: str | None = transfer.kv_connector_extra_config.get("cache_layout") if transfer is not None else None
         if model is None or asked:
             return asked or None
         if current_platform.is_cuda():

@@ -113,6 +113,7 @@ class SchedulerHalf:
         self._incarnation = secrets.token_hex(8)
         self._groups: Sequence[Any] = kv_cache_config.kv_cache_groups
         self._options, self._clock = options, clock
+        self._longest: int = config.model_config.max_model_len
         self._recompute = transfer.kv_load_failure_policy == "recompute"
         self._key = options.key
         self._secret = self._key.secret if self._key is not None else b""
@@ -218,7 +219,7 @@ class SchedulerHalf:
                 raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
             if "kvferry" not in params:
                 raise BadReferenceError("kv_transfer_params carry no reference of KVFerry; does the producer run it too?")
-            reference = from_params(params["kvferry"], self._secret)
+            reference = from_params(params["kvferry"], self._secret, self._longest)
             if not request.abort_immediately:
                 self._check(request, reference)
         except _AnotherPromptError as error:
