@@ -298,7 +298,7 @@ def test_a_reference_with_more_blocks_than_its_request_has_tokens_is_refused_bef
     """The engine's thread reads it: what that costs is for the prompt to say, not for the reference."""
     params = to_params(msgspec.structs.replace(GOOD, blocks=blocks))
     monkeypatch.setattr(msgspec, "convert", lambda *_: pytest.fail("it was read"))
-    with pytest.raises(BadReferenceError, match="a request of 40 tokens has 256 groups with 40 blocks at most"):
+    with pytest.raises(BadReferenceError, match="a prompt of 40 tokens has 256 groups with 40 blocks at most"):
         from_params(params, most=40)
 
 
