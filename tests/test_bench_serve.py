@@ -439,7 +439,8 @@ def test_results_of_other_settings_are_not_continued(tmp_path):
 
 
 def documented() -> list[str]:
-    blocks = re.findall(r"^```serve\n(.*?)^```", HOW_TO.read_text(), flags=re.MULTILINE | re.DOTALL)
+    pages = "".join(page.read_text() for page in sorted(HOW_TO.parent.glob("*.md")))
+    blocks = re.findall(r"^```serve\n(.*?)^```", pages, flags=re.MULTILINE | re.DOTALL)
     joined = "".join(blocks).replace("\\\n", " ")
     return [line.removeprefix("$ ") for line in joined.splitlines() if line.startswith("$ ")]
 
@@ -459,3 +460,10 @@ def test_a_documented_command_is_understood(command, tmp_path):
 
 def test_the_commands_are_documented():
     assert len(documented()) >= 2
+
+
+@pytest.mark.parametrize("kept", sorted((HOW_TO.parents[1] / "benchmarks" / "results").rglob("*.json")), ids=lambda p: p.stem)
+def test_results_that_are_kept_can_be_shown(kept):
+    done = CliRunner().invoke(app, ["bench", "serve", "--starts", "0", "--add", str(kept)])
+    assert done.exit_code == 0, done.output
+    assert "NVIDIA H200" in done.output

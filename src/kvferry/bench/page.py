@@ -151,9 +151,9 @@ def _markdown(rows: Rows) -> str:
 
 
 _PAGE: Final = """\
-# Performance
+# Micro-benchmarks
 
-Written by `kvferry bench report --out docs/performance.md`. In a round everything is measured in turn, and every
+Written by `kvferry bench report --out docs/microbenchmarks.md`. In a round everything is measured in turn, and every
 ratio is the median of the rounds' own, {repeats} of them; "× stock" above 1 means that KVFerry is so many times faster.
 Ratios travel between machines better than seconds do, and still not well: repeat them on yours.
 
@@ -204,7 +204,7 @@ block where whole blocks move. Explicit addresses (what a transport without prep
 ## On a GPU
 
     python -m kvferry.bench.transfer --memory vram --json > results.json
-    kvferry bench report --out docs/performance.md --gpu results.json
+    kvferry bench report --out docs/microbenchmarks.md --gpu results.json
 
 {device}
 """

@@ -18,6 +18,9 @@ DIRECT_ALONE: Final[Mapping[str, Any]] = {"strategies": ["direct"]}
 """Our connector's settings with which it reads over NIXL alone."""
 STOCK_AGENT_SETTINGS: Final[Mapping[str, Any]] = {"progress_thread": True, "backend_parameters": {"num_threads": "4"}}
 
+STOCK_STATES: Final[Mapping[str, str]] = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+"""Without it vLLM's own connector does not start with a model that has convolution states."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -40,8 +43,8 @@ ARMS: Final = {
     arm.name: arm
     for arm in (
         NONE,
-        Arm("stock", STOCK),
-        Arm("stock-64", STOCK, block=64),
+        Arm("stock", STOCK, environment=STOCK_STATES),
+        Arm("stock-64", STOCK, block=64, environment=STOCK_STATES),
         Arm("kvferry", OURS),
         Arm("kvferry-direct", replace(OURS, settings=DIRECT_ALONE)),
         Arm("kvferry-stock-agent", replace(OURS, settings=STOCK_AGENT_SETTINGS), environment={STOCK_AGENT: "1"}),
