@@ -74,6 +74,7 @@ class Trial:
         return f"{named}: {self.tokens} tokens, {self.heads} heads of {dims}"
 
 
+Shape = tuple[int, int, tuple[int, ...]]
 Write = Callable[[Trial, Any, Sequence[Any], Any], None]
 
 
@@ -83,7 +84,7 @@ class Subject:
 
     backend: str
     forms: tuple[str, ...]
-    shapes: tuple[tuple[int, int, tuple[int, ...]], ...]
+    shapes: tuple[Shape, ...]
     write: Write
     isa: str = ""
     layouts: tuple[str, ...] = LAYOUTS
@@ -157,49 +158,44 @@ def _write_index(trial: Trial, view: Any, values: Sequence[Any], slots: Any) -> 
     _custom_ops.indexer_k_quant_and_cache(values[0][:, 0].contiguous(), view.squeeze(1), slots, 128, "ue8m0")
 
 
-_KV_SHAPES: Final = tuple((tokens, heads, (dim, dim)) for tokens, heads, dim in (
-    (16, 8, 128), (16, 1, 64), (32, 4, 64), (48, 3, 80), (64, 2, 256), (128, 1, 128), (528, 2, 128), (1040, 8, 128),
-))  # fmt: skip
-_MORE_KV_SHAPES: Final = tuple(
-    (tokens, heads, (dim, dim))
-    for tokens in (16, 32, 64, 128, 528, 1040)
-    for heads in (1, 2, 8)
-    for dim in (64, 128, 256)
-    if tokens * heads * dim <= 1 << 20
-)
+def _kv(tokens: Iterable[int], heads_and_dims: Iterable[tuple[int, int]]) -> tuple[Shape, ...]:
+    return tuple((some, heads, (dim, dim)) for some in tokens for heads, dim in heads_and_dims)
+
+
+_FEW_KV: Final = (*_kv((16, 1040), ((8, 128),)), *_kv((48,), ((3, 80),)), *_kv((64,), ((2, 256),)), *_kv((528,), ((1, 64),)))
+"""Each of them is a kernel to be compiled, where kernels are compiled."""
+_MANY_KV: Final = (*_FEW_KV, *_kv((16, 32, 64, 128, 528, 1040), ((1, 64), (1, 128), (1, 256), (2, 64), (2, 128), (8, 64))))
 _LATENT: Final = (512, 64)
-_LATENT_SHAPES: Final = tuple((tokens, 1, _LATENT) for tokens in (16, 32, 64, 128, 528, 1040))
 
 
-def _of_pages(*tokens: int, dims: tuple[int, ...] = _LATENT) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+def _of_pages(*tokens: int, dims: tuple[int, ...] = _LATENT) -> tuple[Shape, ...]:
     return tuple((some, 1, dims) for some in tokens)
 
 
+_LATENTS: Final = _of_pages(16, 32, 64, 128, 528, 1040)
+
+
 CUDA_SUBJECTS: Final = (
-    Subject("FLASH_ATTN", ("bfloat16", "float16", "fp8_e4m3"), _KV_SHAPES + _MORE_KV_SHAPES, _write_kv),
-    Subject("TRITON_MLA", ("bfloat16", "float16", "fp8_e4m3"), _LATENT_SHAPES, _write_latent, latent=True),
+    Subject("FLASH_ATTN", ("bfloat16", "float16", "fp8_e4m3"), _MANY_KV, _write_kv),
+    Subject("TRITON_MLA", ("bfloat16", "float16", "fp8_e4m3"), _LATENTS, _write_latent, latent=True),
     Subject("FLASHMLA", ("bfloat16", "float16", "fp8_e4m3"), _of_pages(64, 128, 192), _write_latent, latent=True),
-    Subject("FLASH_ATTN_MLA", ("bfloat16", "float16"), _LATENT_SHAPES, _write_latent, latent=True),
+    Subject("FLASH_ATTN_MLA", ("bfloat16", "float16"), _LATENTS, _write_latent, latent=True),
     Subject("FLASHMLA_SPARSE", ("bfloat16",), _of_pages(64, 128, 192), _write_latent, latent=True),
     Subject("CUTLASS_MLA", ("bfloat16", "float16", "fp8_e4m3"), _of_pages(128, 256), _write_latent, latent=True),
-    Subject("FLEX_ATTENTION", ("float32", "float16", "bfloat16"), _KV_SHAPES, _write_kv, layouts=("LBNHC",)),
-    Subject("TRITON_ATTN", ("float32", "bfloat16", "float16", "fp8_e4m3"), _KV_SHAPES, _write_kv),
+    Subject("FLEX_ATTENTION", ("float32", "float16", "bfloat16"), _MANY_KV, _write_kv, layouts=("LBNHC",)),
+    Subject("TRITON_ATTN", ("float32", "bfloat16", "float16", "fp8_e4m3"), _FEW_KV, _write_kv),
     Subject("FLASHMLA_SPARSE", ("fp8_ds_mla",), _of_pages(64, 128), _write_latent, latent=True),
     Subject("DEEPSEEK_V32_INDEXER", ("uint8",), _of_pages(64, 128, dims=(128,)), _write_index, latent=True),
     Subject(
-        "TRITON_ATTN", ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"), _KV_SHAPES[:5], _write_kv
+        "TRITON_ATTN", ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"), _FEW_KV[2:], _write_kv
     ),
 )  # fmt: skip
 """In the order of the risk: what a broken kernel leaves behind spoils what comes after it."""
 
 
-def _kv(tokens: Iterable[int], dims: Iterable[tuple[int, int]]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    return tuple((some, heads, (dim, dim)) for some in tokens for dim, heads in dims)
-
-
-_VEC: Final = _kv((32, 64, 96), ((32, 1), (64, 2), (128, 3), (256, 1)))
-_VEC16: Final = _kv((16, 32, 96), ((48, 1), (80, 2), (112, 3)))
-_AMX: Final = _kv((32, 64, 160), ((32, 1), (96, 2), (128, 3)))
+_VEC: Final = _kv((32, 64, 96), ((1, 32), (2, 64), (3, 128), (1, 256)))
+_VEC16: Final = _kv((16, 32, 96), ((1, 48), (2, 80), (3, 112)))
+_AMX: Final = _kv((32, 64, 160), ((1, 32), (2, 96), (3, 128)))
 _FLOATS: Final = ("float32", "float16", "bfloat16")
 
 CPU_SUBJECTS: Final = (

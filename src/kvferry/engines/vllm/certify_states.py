@@ -32,6 +32,11 @@ from kvferry.strided import spread
 CONV_ORDER: Final = "VLLM_SSM_CONV_STATE_LAYOUT"
 BLOCKS, BLOCK, PADDING = 4, 2, 96
 BASE: Final = 128
+CASES: Final = {
+    "SD": ((Shard(), ("bfloat16", "float32")), (Shard(1, 2), ("float32", "float32"))),
+    "DS": ((Shard(1, 2), ("bfloat16", "bfloat16")),),
+}
+"""Each of them is a kernel to be compiled, where kernels are compiled."""
 UNTOUCHED: Final = 0xFF
 
 
@@ -258,9 +263,7 @@ def _watch_ssm(kind: Recurrent, page: _Page) -> None:
         _compare(kind, page, name, [p for p in page.parts if p.name == "ssm"], [wanted], state.dtype)
 
 
-def _compare(
-    kind: Recurrent, page: _Page, what: str, parts: Sequence[PlacedPart], wanted: Sequence[Any], dtype: Any
-) -> None:
+def _compare(kind: Recurrent, page: _Page, what: str, parts: Sequence[PlacedPart], wanted: Sequence[Any], dtype: Any) -> None:
     memory = page.memory.cpu().clone()
     pool = memory.view(BLOCKS, page.stride)
     touched = torch.zeros(page.stride, dtype=torch.bool)
@@ -283,22 +286,22 @@ def _compare(
 def certify_states(
     device: str = "", told: Callable[[str], None] = lambda line: None
 ) -> tuple[tuple[Outcome, ...], tuple[Trouble, ...]]:
-    """Every kind of recurrent layer, in both conv orders, on ranks of one and of two, in two pairs of dtypes."""
+    """Every kind of recurrent layer, in both conv orders."""
     where = torch.device(device or current_platform.device_type)
     outcomes, troubles = [], []
     for kind in _recurrent():
         if kind.speculative and current_platform.is_cpu():
             continue  # the op of the CPU keeps the last taps, and is not used with speculation
-        for order in ("SD", "DS"):
+        for order, cases in CASES.items():
             name = f"{kind.name}, conv {order}"
             try:
-                for shard in (Shard(), Shard(1, 2)):
-                    for dtypes in (("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")):
-                        watch_state(kind, shard, order, dtypes, where)
+                for shard, dtypes in cases:
+                    watch_state(kind, shard, order, dtypes, where)
             except Exception as error:  # noqa: BLE001  any failure of foreign code is a finding of its own
                 told(f"{name}: {type(error).__name__}: {error}")
                 troubles.append(Trouble(name, f"{type(error).__name__}: {error}"[:500]))
                 continue
             told(f"{name}: as declared")
-            outcomes.append(Outcome(name, "conv and state as declared, on 1 and on 2 ranks, in bfloat16 and float32"))
+            said = ", ".join(f"rank {s.rank} of {s.size} in {'/'.join(d)}" for s, d in cases)
+            outcomes.append(Outcome(name, f"conv and state as declared: {said}"))
     return tuple(outcomes), tuple(troubles)
