@@ -83,14 +83,7 @@ def cuda_moves() -> list[tuple[Setup, Setup]]:
         (replace(mla, backend="TRITON_MLA", block=16), replace(mla, backend="TRITON_MLA", block=64, tp=2)),
         (replace(mla, backend="FLASHMLA", block=64), replace(mla, backend="TRITON_MLA", block=16)),
     ]
-    for model, conv in (
-        ("nemotron-h", "SD"),
-        ("granite-h-1g", "DS"),
-        ("qwen3-next", "SD"),
-        ("gemma3", "SD"),
-        ("jamba", "DS"),
-        ("lfm2", "SD"),
-    ):
+    for model in ("nemotron-h", "granite-h-1g", "qwen3-next", "gemma3", "jamba", "lfm2"):
         hybrid = on(model, dtype="bfloat16", backend="FLASH_ATTN", layout="BLHNC", block=16)
         hybrid = replace(hybrid, blocks=120) if model == "gemma3" else hybrid
         pairs.append((hybrid, replace(hybrid, tp=2, block=64, conv="DS")))

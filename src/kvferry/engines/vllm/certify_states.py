@@ -217,16 +217,17 @@ def _watch_conv(kind: Recurrent, page: _Page, order: str) -> None:
     weight = torch.ones((channels, live + 1), dtype=conv.dtype, device=conv.device)
     index = torch.tensor([BLOCK], dtype=torch.int32, device=conv.device)
     at = torch.arange(channels, device=conv.device)
-    for name, number in (
-        ("channels", lambda tap: at % BASE + 1),
-        ("channels", lambda tap: at // BASE + 1),
-        ("taps", lambda tap: torch.full_like(at, tap + 1)),
+    taps_at = torch.arange(live, device=conv.device)
+    for name, numbers in (
+        ("channels", (at % BASE + 1)[:, None].expand(channels, live)),
+        ("channels", (at // BASE + 1)[:, None].expand(channels, live)),
+        ("taps", (taps_at + 1).expand(channels, live)),
     ):
         page.memory.fill_(UNTOUCHED)
         page.views[0][BLOCK] = 0
         for tap in range(live):
-            causal_conv1d_update(number(tap).to(conv.dtype)[None].contiguous(), conv, weight, None, None, index)
-        wanted = np.stack([number(tap).cpu().numpy() for tap in range(live)], axis=1)
+            causal_conv1d_update(numbers[:, tap].to(conv.dtype)[None].contiguous(), conv, weight, None, None, index)
+        wanted = numbers.cpu().numpy()
         parts = [part for part in page.parts if part.name.startswith("conv")]
         _compare(kind, page, name, parts, np.split(wanted, _ends(parts)), conv.dtype)
 
