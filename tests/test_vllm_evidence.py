@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvferry.engines.vllm import layouts
 from kvferry.engines.vllm.evidence import Case, Evidence, recorded, release_of
 from kvferry.engines.vllm.layouts import CERTIFICATES, Certificate, Grid, candidate, certified, digest, places, replay
+from kvferry.engines.vllm.supported import page
 from vllm_stubs import as_if_seen
 
 RUNS = recorded()
@@ -96,3 +98,18 @@ def test_a_digest_is_of_every_place() -> None:
     moved = found.copy()
     moved[[3, 4]] = moved[[4, 3]]
     assert digest(found) != digest(moved)
+
+
+def test_the_page_of_what_is_supported_is_in_step() -> None:
+    kept = Path(__file__).parent.parent / "docs" / "supported.md"
+    assert kept.read_text() == page(RUNS), "make it anew: kvferry certify --recorded --markdown > docs/supported.md"
+
+
+def test_the_page_names_what_was_seen_and_what_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = page(())
+    assert "## Certified" not in nowhere
+    assert "FLASH_ATTN" in nowhere
+    as_if_seen(monkeypatch, {"FLASH_ATTN": ("BLHNC",)})
+    told = page(layouts.recorded())
+    assert "| FLASH_ATTN | bfloat16 | `k`, `v` | BLHNC | 16 tokens | " in told
+    assert "| FLASH_ATTN | float16, fp8_e4m3 | `k`, `v` |" in told.partition("seen nowhere yet")[2]

@@ -106,8 +106,8 @@ def test_control_an_op_that_writes_otherwise_is_noticed(what: str, monkeypatch: 
 def test_kernels_keep_states_where_the_manifest_says() -> None:
     start()
     outcomes, troubles = watch_states()
-    assert {o.what.split(",")[0] for o in outcomes} == {"Mamba2", "Mamba1", "short convolution"}
-    assert {t.what.split(",")[0] for t in troubles} == {"gated delta net", "KDA"}, "their kernels need a GPU"
+    assert {o.what.split(",")[0] for o in outcomes} == {"Mamba2", "Mamba1", "short convolution", "gated delta net", "KDA"}
+    assert troubles == ()
 
 
 def test_control_a_kernel_that_keeps_a_state_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
