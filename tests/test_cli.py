@@ -137,3 +137,17 @@ def test_a_terminal_without_arrows_still_gets_its_tables():
     )  # fmt: skip
     assert done.returncode == 0
     assert "proved" in done.stdout
+
+
+def test_certify_shows_and_replays_what_was_seen_elsewhere():
+    shown = kvferry("certify", "--recorded")
+    assert shown.returncode == 0, shown.stderr
+    assert "CPU_ATTN (vec)" in shown.stdout
+    runs = json.loads(kvferry("certify", "--recorded", "--json").stdout)
+    assert {sighting["backend"] for run in runs for sighting in run["sightings"]} >= {"CPU_ATTN", "CPU_MLA"}
+
+
+def test_certify_without_vllm_says_what_to_do():
+    told = kvferry("certify")
+    assert told.returncode == 2
+    assert "--recorded" in told.stderr

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from engine import Setup, Worker, workers
+from engine import DeviceMemory, Memory, Setup, Worker, workers
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.manifest import HOLE, Manifest
@@ -86,7 +86,8 @@ def write_kv(worker: Worker, name: str, table: list[int], first: int, tokens: in
         global_state(worker.setup.model, name, tokens, part, (tokens, heads.total, dim))[first:, heads.indices]
         for part, dim in enumerate((latent, cache.shape[3] - latent))
     )
-    worker.write_kv(name, key.to(cache.dtype), value.to(cache.dtype), table, first)
+    given = worker.vllm_config.model_config.dtype
+    worker.write_kv(name, key.to(given), value.to(given), table, first)
 
 
 def live_taps(worker: Worker, name: str) -> int:
@@ -100,14 +101,14 @@ def write_state(worker: Worker, name: str, block: int, tokens: int) -> None:
     channels, *units = worker.held[name]
     taps = live_taps(worker, name)
     whole = global_state(worker.setup.model, name, tokens, 0, (channels.total, taps))
-    mine = whole[channels.indices].to(conv.dtype)
+    mine = whole[channels.indices].to(conv.device, conv.dtype)
     if worker.setup.conv == "DS":
         conv[block, :, :taps] = mine
     else:
         conv[block, :taps] = mine.T
     for view, held in zip(ssm, units, strict=True):
         whole = global_state(worker.setup.model, name, tokens, 1, (held.total, *view.shape[2:]))
-        view[block] = whole[held.indices].to(view.dtype)
+        view[block] = whole[held.indices].to(view.device, view.dtype)
 
 
 def fill_producer(worker: Worker, table: Tables, tokens: int) -> None:
@@ -186,8 +187,11 @@ def pair(producer: Setup, consumer: Setup) -> Pair:
     return Pair(there, here, sources, plans, tuple(Binder(p) for p in plans))
 
 
-def apply(binding: Binding, plan: Plan, memories: dict[int, Bytes], consumer: Bytes) -> None:
+def apply(binding: Binding, plan: Plan, memories: dict[int, Memory], consumer: Memory) -> None:
     """Plain copies and fills; each rank has one region."""
+    if isinstance(consumer, DeviceMemory):
+        _apply_there(binding, plan, memories, consumer)
+        return
     for side, copies in zip(plan.sources, binding.copies, strict=True):
         source = memories[side.identity.rank.tp]
         assert not copies.src_region.any()
@@ -198,6 +202,25 @@ def apply(binding: Binding, plan: Plan, memories: dict[int, Bytes], consumer: By
             consumer[copies.dst_offset[of, None] + reach] = source[copies.src_offset[of, None] + reach]
     for offset, length in zip(binding.fills.offset, binding.fills.length, strict=True):
         consumer[offset : offset + length] = 0
+
+
+def _apply_there(binding: Binding, plan: Plan, memories: dict[int, Memory], consumer: DeviceMemory) -> None:
+    """The same on a device."""
+    device = consumer.tensor.device
+    for side, copies in zip(plan.sources, binding.copies, strict=True):
+        source = memories[side.identity.rank.tp]
+        assert isinstance(source, DeviceMemory)
+        assert not copies.src_region.any()
+        assert not copies.dst_region.any()
+        for length in np.unique(copies.length).tolist():
+            of = copies.length == length
+            reach = torch.arange(length, device=device)
+            src, dst = (
+                torch.from_numpy(np.ascontiguousarray(o[of])).to(device) for o in (copies.src_offset, copies.dst_offset)
+            )
+            consumer.tensor[dst[:, None] + reach] = source.tensor[src[:, None] + reach]
+    for offset, length in zip(binding.fills.offset.tolist(), binding.fills.length.tolist(), strict=True):
+        consumer.tensor[offset : offset + length] = 0
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
@@ -41,6 +42,7 @@ POOL_BYTES = 256 << 20
 MAX_TOKENS = 256
 CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 PARTITION = "VLLM_PP_LAYER_PARTITION"
+CACHE_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 
 MODELS = {
     "llama": lambda: architectures.llama(num_hidden_layers=3),
@@ -67,7 +69,7 @@ class Setup:
     tokens, as it does on other platforms. `layers` says how many go to each pipeline stage, where it is not to be vLLM's
     choice; `budget` how many tokens a step computes at most; `ahead` has steps scheduled before the tokens of the last one
     are known. `drafter` makes `speculative` tokens the guesses of an EAGLE layer with so many kv heads; else they are taken
-    from the prompt. `engine` gives it KVFerry's connector with that id and `options`.
+    from the prompt. `engine` gives it KVFerry's connector with that id and `options`. `layout` is the cache layout asked for.
     """
 
     model: str
@@ -87,6 +89,8 @@ class Setup:
     declared_isa: str = ""
     backend: str | None = None
     kv_cache_dtype: str = "auto"
+    device: str = "cpu"
+    layout: str = ""
     kernel: int = 0
     engine: str = ""
     role: str = "kv_both"
@@ -105,6 +109,28 @@ class Held:
     total: int
 
 
+class DeviceMemory:
+    """A device's bytes, with as much of an array as the tests use of one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __setitem__(self, everything: slice, values: npt.NDArray[np.uint8] | int) -> None:
+        if isinstance(values, int):
+            self.tensor.fill_(values)
+        else:
+            self.tensor.copy_(torch.from_numpy(values))
+
+    def copy(self) -> npt.NDArray[np.uint8]:
+        return self.tensor.cpu().numpy()
+
+
+Memory = npt.NDArray[np.uint8] | DeviceMemory
+
+
 @dataclass(frozen=True)
 class Worker:
     """What vLLM built for a rank, with its memory as bytes and the global indices it holds by vLLM's own loaders."""
@@ -114,7 +140,7 @@ class Worker:
     kv_cache_config: Any = field(repr=False)
     kv_caches: dict[str, torch.Tensor] = field(repr=False)
     layers: dict[str, Any] = field(repr=False)
-    memory: npt.NDArray[np.uint8] = field(repr=False)
+    memory: Memory = field(repr=False)
     held: dict[str, tuple[Held, ...]] = field(repr=False)
 
     def manifest(self, engine: str) -> Manifest:
@@ -142,11 +168,13 @@ class Worker:
 
     def write_kv(self, name: str, key: torch.Tensor, value: torch.Tensor, table: list[int], first: int = 0) -> None:
         """Tokens [first, first + n) through the layer's own cache-write op: [n, local head, dim], or latent and rope."""
-        layer = self.layers[name]
+        layer, device = self.layers[name], self.kv_caches[name].device
+        key, value = key.to(device), value.to(device)
         block = next(g.kv_cache_spec.block_size for g in self.kv_cache_config.kv_cache_groups if name in g.layer_names)
-        slots = torch.tensor([table[i // block] * block + i % block for i in range(first, first + len(key))], dtype=torch.int64)
+        places = [table[i // block] * block + i % block for i in range(first, first + len(key))]
+        slots = torch.tensor(places, dtype=torch.int64, device=device)
         if hasattr(layer, "kv_lora_rank"):
-            layer.impl.do_kv_cache_update(key[:, 0], value, layer.kv_cache, slots, "auto", layer._k_scale)
+            layer.impl.do_kv_cache_update(key[:, 0], value, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
         else:
             layer.impl.do_kv_cache_update(layer, key.contiguous(), value.contiguous(), layer.kv_cache, slots)
 
@@ -167,9 +195,10 @@ def start() -> None:
 def _set_environment(setup: Setup) -> None:
     os.environ[CONV_LAYOUT] = setup.conv
     mamba_utils.get_conv_state_layout.cache_clear()
-    os.environ.pop(PARTITION, None)
-    if setup.layers:
-        os.environ[PARTITION] = setup.layers
+    for name, value in ((PARTITION, setup.layers), (CACHE_LAYOUT, setup.layout)):
+        os.environ.pop(name, None)
+        if value:
+            os.environ[name] = value
 
 
 @contextmanager
@@ -241,7 +270,7 @@ def _model(setup: Setup) -> tuple[Any, Any, dict[str, Any]]:
     with engine_args(setup) as args:
         config = EngineArgs(**args).create_engine_config()
     with as_rank(setup, config):
-        with torch.device("cpu"):
+        with torch.device(setup.device), set_default_torch_dtype(config.model_config.dtype):
             model = initialize_model(vllm_config=config)
             if setup.drafter:
                 guessing = initialize_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
@@ -263,7 +292,7 @@ def build(setup: Setup) -> Worker:
         found = get_kv_cache_configs(config, world, [POOL_BYTES] * len(world))
         cache = found[setup.stage * setup.tp + setup.rank]
         cache.kv_cache_layout = config.cache_config.kv_cache_layout
-        device = torch.device("cpu")
+        device = torch.device(setup.device)
         groups, _, kernel_blocks = attn_utils.init_attn_backend(cache, config, device)
         kernel_blocks = [setup.kernel or tokens for tokens in kernel_blocks]
         context = config.compilation_config.static_forward_context
@@ -275,7 +304,8 @@ def build(setup: Setup) -> Worker:
         if setup.isa and hasattr(layer, "isa"):
             layer.isa = setup.isa
     storage = next(iter(tensors.values())).untyped_storage()
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    tensor = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    memory = tensor.numpy() if setup.device == "cpu" else DeviceMemory(tensor)
     return Worker(setup, config, cache, tensors, layers, memory, held)
 
 
@@ -306,19 +336,19 @@ def _held_heads(model: Any, layer: Any) -> Held:
     numbers = torch.arange(qkv.total_num_kv_heads).repeat_interleave(qkv.head_size)
     qkv.weight_loader(weight, numbers[:, None].repeat(1, weight.shape[1]).double(), "k")
     start, size = qkv.num_heads * qkv.head_size, qkv.head_size
-    return Held(weight.data[start : start + qkv.num_kv_heads * size : size, 0].long(), qkv.total_num_kv_heads)
+    return Held(weight.data[start : start + qkv.num_kv_heads * size : size, 0].long().cpu(), qkv.total_num_kv_heads)
 
 
 def _held_channels(weight: Any, total: int) -> Held:
     weight = _numbers_fit(weight)
     weight.weight_loader(weight, torch.arange(total).view(-1, 1, 1).repeat(1, 1, weight.shape[-1]).double())
-    return Held(weight.data[:, 0, 0].long(), total)
+    return Held(weight.data[:, 0, 0].long().cpu(), total)
 
 
 def _held_units(weight: Any, total: int) -> Held:
     weight = _numbers_fit(weight)
     weight.weight_loader(weight, torch.arange(total).double())
-    return Held(weight.data.long(), total)
+    return Held(weight.data.long().cpu(), total)
 
 
 def _numbers_fit(weight: Any) -> Any:

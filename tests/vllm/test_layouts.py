@@ -1,107 +1,177 @@
-"""The table of certified cells against every byte that vLLM's cache-write op leaves in a cell."""
+"""vLLM's cache-write ops and state kernels are watched, here those of the CPU; and whoever watches is watched."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-import torch
-import vllm._custom_ops as ops
-from engine import start
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.version import __version__ as vllm_version
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
-from kvferry.engines.vllm.layouts import CERTIFICATES, certified
-from kvferry.strided import spread
+import pytest
+import stand_ins
+import torch
+from byte_crossing import cross, pair
+from engine import Setup, start, workers
+from vllm.model_executor.layers.mamba.ops import causal_conv1d
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvferry.engines.vllm import certify_states, layouts
+from kvferry.engines.vllm.certify import CPU_SUBJECTS, CUDA_SUBJECTS, LAYOUTS, Subject, certify, subjects
+from kvferry.engines.vllm.certify_states import StateError, watch_state
+from kvferry.engines.vllm.certify_states import certify_states as watch_states
+from kvferry.engines.vllm.evidence import Evidence, recorded
+from kvferry.engines.vllm.layouts import CERTIFICATES, replay
+from kvferry.manifest.kinds import Shard
 
 pytestmark = pytest.mark.vllm
 
-BLOCKS, HEADS = 3, 2
-CASES = [
-    (isa, dtype, dim, tokens)
-    for isa, dtypes, dims, sizes in (
-        ("vec", ("float32", "float16", "bfloat16"), (32, 64, 128, 256), (32, 64, 96)),
-        ("vec16", ("float32", "float16", "bfloat16"), (48, 80, 112), (16, 32, 64, 96)),
-        ("amx", ("bfloat16",), (32, 64, 96, 128, 256), (32, 64, 96, 160)),
-    )
-    for dtype in dtypes
-    for dim in dims
-    for tokens in sizes
-]
+RUNS_HERE = {"FLASH_ATTN", "TRITON_ATTN", "TRITON_MLA", "FLASHMLA", "FLASHMLA_SPARSE", "DEEPSEEK_V32_INDEXER"}
+TOKENS = 157
 
 
-@pytest.mark.parametrize(("isa", "dtype", "dim", "tokens"), CASES)
-def test_the_op_writes_where_the_table_says(isa: str, dtype: str, dim: int, tokens: int) -> None:
-    if isa == "amx" and not torch.cpu._is_amx_tile_supported():
-        pytest.skip("this CPU has no AMX: its layout is certified where there is one")
+def small(subject: Subject) -> Subject:
+    """The smallest shape of several heads, where there are several."""
+    several = [shape for shape in subject.shapes if subject.latent or shape[1] > 1]
+    return replace(subject, shapes=(min(several, key=lambda shape: shape[0] * shape[1] * sum(shape[2])),))
+
+
+def of_gpu() -> list[Subject]:
+    """All but the kernel that packs four bits, which has no stand-in."""
+    known = (s for s in CUDA_SUBJECTS if s.backend in RUNS_HERE)
+    return [small(replace(s, forms=tuple(form for form in s.forms if "int4" not in form))) for s in known]
+
+
+@lru_cache(maxsize=1)
+def seen_on_stand_ins() -> Evidence:
+    return certify(of_gpu())
+
+
+def test_the_ops_of_this_machine_write_as_the_table_says() -> None:
     start()
-    cell = certified(vllm_version, "CPU_ATTN", isa, dtype, tokens, 2 * dim)
-    assert cell is not None
-    numbers = getattr(torch, dtype)
-    cache = torch.full((BLOCKS, HEADS, 2 * tokens, dim), float("nan"), dtype=numbers)
-    key, value = (torch.randn(2 * tokens - 5, HEADS, dim).to(numbers) for _ in range(2))
-    order = torch.randperm(len(key))
-    slots = torch.where(order < tokens, order + 2 * tokens, order - tokens)
-    for half in (slice(0, 7), slice(7, None)):
-        ops.cpu_attn_reshape_and_cache(
-            key[order][half].contiguous(), value[order][half].contiguous(), *cache.chunk(2, dim=2), slots[half], isa
-        )
-    wanted = np.full((BLOCKS, HEADS, 2 * tokens * dim), np.nan, np.float32)
-    for plane, source in zip(cell, (key, value), strict=True):
-        at = spread(plane.start, (*plane.token, *plane.dim))
-        for block, first in ((2, 0), (0, tokens)):
-            some = source[first : first + tokens].float().numpy()
-            wanted[block][:, at[: some.shape[0] * dim]] = some.transpose(1, 0, 2).reshape(HEADS, -1)
-    assert np.array_equal(cache.float().numpy().reshape(wanted.shape), wanted, equal_nan=True)
+    run = certify()
+    assert run.troubles == ()
+    assert replay(run) == ()
+    kept = {(s.backend, s.isa, s.form, s.layout): s.cases for kept in recorded() for s in kept.sightings if s.cases}
+    for one in run.sightings:
+        assert kept.get((one.backend, one.isa, one.form, one.layout), one.cases) == one.cases
 
 
-MLA_CASES = [
-    ("CPU_MLA", "float32", (512, 64), 16),
-    ("CPU_MLA", "bfloat16", (512, 64), 16),
-    ("AMX_MLA", "bfloat16", (512, 64), 32),
-    ("AMX_MLA", "bfloat16", (512, 64), 96),
-]
+def test_every_certificate_is_watched() -> None:
+    watched = {(s.backend, s.isa, form) for s in (*CPU_SUBJECTS, *CUDA_SUBJECTS) for form in s.forms}
+    assert {(c.backend, c.isa, form) for c in CERTIFICATES for form in c.formats} == watched
 
 
-@pytest.mark.parametrize(("backend", "dtype", "width", "tokens"), MLA_CASES)
-def test_latents_are_written_row_by_row(backend: str, dtype: str, width: tuple[int, int], tokens: int) -> None:
-    if backend == "AMX_MLA" and not torch.cpu._is_amx_tile_supported():
-        pytest.skip("this CPU has no AMX: its layout is certified where there is one")
+def test_a_run_on_a_gpu_goes_through_every_layout_and_format(monkeypatch: pytest.MonkeyPatch) -> None:
     start()
-    cell = certified(vllm_version, backend, "", dtype, tokens, sum(width))
-    assert cell is not None
-    (plane,) = cell
-    numbers = getattr(torch, dtype)
-    cache = torch.full((BLOCKS, tokens, sum(width)), float("nan"), dtype=numbers)
-    latent, rope = (torch.randn(2 * tokens - 5, w).to(numbers) for w in width)
-    order = torch.randperm(len(latent))
-    slots = torch.where(order < tokens, order + 2 * tokens, order - tokens)
-    update = AttentionBackendEnum[backend].get_class().get_impl_cls().do_kv_cache_update
-    update(None, latent[order], rope[order][:, None], cache, slots, "auto", torch.ones(()))
-    wanted = np.full((BLOCKS, tokens * sum(width)), np.nan, np.float32)
-    at = spread(plane.start, (*plane.token, *plane.dim))
-    whole = torch.cat([latent, rope], dim=1).float().numpy()
-    for block, first in ((2, 0), (0, tokens)):
-        some = whole[first : first + tokens].reshape(-1)
-        wanted[block][at[: len(some)]] = some
-    assert np.array_equal(cache.float().numpy().reshape(wanted.shape), wanted, equal_nan=True)
+    stand_ins.install(monkeypatch)
+    run = seen_on_stand_ins()
+    assert run.troubles == ()
+    assert replay(run) == ()
+    assert {s.layout for s in run.sightings} == set(LAYOUTS)
+    assert {s.form for s in run.sightings} >= {"float32", "fp8_e4m3", "fp8_ds_mla", "int8_per_token_head", "uint8"}
 
 
-def test_every_certificate_is_swept() -> None:
-    swept = {("CPU_ATTN", isa, dtype) for isa, dtype, *_ in CASES} | {(b, "", dtype) for b, dtype, *_ in MLA_CASES}
-    assert {(c.backend, c.isa, dtype) for c in CERTIFICATES for dtype in c.dtypes} == swept
+def _wrong(what: str) -> Any:
+    def write(key: Any, value: Any, keys: Any, values: Any, slots: Any, *rest: Any) -> None:
+        if what == "K and V exchanged":
+            keys, values = values, keys
+        if what == "two dims exchanged":
+            key = key.clone()
+            key[..., [0, 1]] = key[..., [1, 0]]
+        if what == "heads turned":
+            value = value.roll(1, dims=1)
+        stand_ins.kv(key, value, keys, values, slots, *rest)
+        if what == "a byte too many":
+            keys[-1, -1, -1, -1] = 1
+        if what == "a token forgotten":
+            keys[slots[0] // keys.shape[1], slots[0] % keys.shape[1]] = float("nan")
+
+    return write
 
 
 @pytest.mark.parametrize(
-    "unknown",
-    [
-        ("0.33.0", "CPU_ATTN", "vec", "float32", 32, 64),
-        ("0.32.0", "FLASH_ATTN", "", "bfloat16", 32, 64),
-        ("0.32.0", "CPU_ATTN", "neon", "bfloat16", 32, 64),
-        ("0.32.0", "CPU_ATTN", "amx", "float32", 32, 64),
-        ("0.32.0", "CPU_ATTN", "amx", "bfloat16", 48, 64),
-        ("0.32.0", "CPU_ATTN", "vec", "uint8", 32, 64),
-    ],
-    ids=lambda u: "-".join(map(str, u)),
+    "what", ["K and V exchanged", "two dims exchanged", "heads turned", "a byte too many", "a token forgotten"]
 )
-def test_what_was_not_seen_is_not_certified(unknown: tuple[str, str, str, str, int, int]) -> None:
-    assert certified(*unknown) is None
+def test_control_an_op_that_writes_otherwise_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start()
+    stand_ins.install(monkeypatch, _wrong(what))
+    flash = next(s for s in of_gpu() if s.backend == "FLASH_ATTN")
+    run = certify([replace(flash, forms=("bfloat16",), layouts=("LBHNC", "LBNHC"))])
+    assert run.sightings == ()
+    assert len(run.troubles) == 2
+
+
+def test_kernels_keep_states_where_the_manifest_says() -> None:
+    start()
+    outcomes, troubles = watch_states()
+    assert {o.what.split(",")[0] for o in outcomes} == {"Mamba2", "Mamba1", "short convolution", "gated delta net", "KDA"}
+    assert troubles == ()
+
+
+def test_control_a_kernel_that_keeps_a_state_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    start()
+    right = causal_conv1d.causal_conv1d_update
+
+    def turned(x: Any, *rest: Any) -> Any:
+        return right(x.roll(1, dims=1), *rest)
+
+    monkeypatch.setattr(causal_conv1d, "causal_conv1d_update", turned)
+    kind = next(k for k in certify_states._recurrent() if k.name == "Mamba1")
+    with pytest.raises(StateError, match=r"Mamba1: conv\.x is not kept by channels"):
+        watch_state(kind, Shard(), "SD", ("float32", "float32"), torch.device("cpu"))
+
+
+@pytest.fixture
+def gpu_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Evidence]:
+    """Layers of GPU backends over stand-ins of their ops, and evidence that those were seen in every layout."""
+    start()
+    stand_ins.install(monkeypatch)
+    stand_ins.choose_backends(monkeypatch)
+    run = seen_on_stand_ins()
+    monkeypatch.setattr(layouts, "recorded", lambda: (run,))
+    monkeypatch.setattr(layouts, "_seen", layouts._seen.__wrapped__)
+    workers.cache_clear()
+    pair.cache_clear()
+    yield run
+    workers.cache_clear()
+    pair.cache_clear()
+
+
+ATTENTION = Setup("llama", dtype="bfloat16", backend="TRITON_ATTN", layout="BLHNC", block=16)
+LATENT = Setup("deepseek", dtype="bfloat16", backend="TRITON_MLA", layout="BLHNC", block=16)
+HYBRID = replace(ATTENTION, model="nemotron-h")
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (ATTENTION, replace(ATTENTION, block=64, tp=2)),
+        (replace(ATTENTION, layout="LBNHC", block=128, tp=2), replace(ATTENTION, layout="BHLNC")),
+        (replace(ATTENTION, layout="LBHNC"), replace(ATTENTION, layout="LBNHC", tp=2)),
+        (replace(ATTENTION, kv_cache_dtype="fp8"), replace(ATTENTION, kv_cache_dtype="fp8_e4m3", block=64, tp=2)),
+        (replace(ATTENTION, kv_cache_dtype="bfloat16"), replace(ATTENTION, layout="BLNHC", block=32)),
+        (LATENT, replace(LATENT, layout="LBNHC", block=64, tp=2)),
+        (HYBRID, replace(HYBRID, block=64, tp=2, conv="DS")),
+        (replace(HYBRID, tp=2), replace(HYBRID, layout="LBHNC", block=128)),
+    ],
+    ids=lambda s: f"{s.model}-{s.backend}-{s.layout}-{s.block}-tp{s.tp}-{s.kv_cache_dtype}",
+)
+@pytest.mark.usefixtures("gpu_backends")
+def test_caches_of_gpu_backends_cross_between_layouts_blocks_and_ranks(source: Setup, target: Setup) -> None:
+    for outcome in cross(pair(source, target), TOKENS):
+        assert outcome.differences() == ""
+        assert outcome.binding.bytes == outcome.needed_bytes > 0
+        assert (outcome.got != outcome.before).any()
+
+
+def test_backends_that_keep_tokens_outside_of_heads_take_no_other_layout() -> None:
+    """So that no advice may tell a user to ask for one."""
+    for name in ("FLEX_ATTENTION", "HPC_ATTN"):
+        backend = AttentionBackendEnum[name].get_class()
+        assert get_supported_kv_cache_layouts([backend]) == [KVCacheLayout.LBNHC]
+
+
+def test_subjects_are_of_this_machine() -> None:
+    assert {s.backend for s in subjects()} <= {"CPU_ATTN", "CPU_MLA", "AMX_MLA"}

@@ -1,4 +1,5 @@
-"""The command line: `plan` shows a transfer, `verify` proves pairs of layouts, `demo` carries requests, `bench` measures."""
+"""The command line: `plan` shows a transfer, `verify` proves pairs of layouts, `certify` sees what vLLM keeps where, `demo`
+carries requests, `bench` measures."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import sys
 import typer
 
 from kvferry.cli.bench import bench_app
+from kvferry.cli.certify import certify_command
 from kvferry.cli.demo import demo_command
 from kvferry.cli.output import complain
 from kvferry.cli.plan import plan_command
@@ -23,6 +25,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan_command)
 app.command("verify")(verify_command)
+app.command("certify")(certify_command)
 app.command("demo")(demo_command)
 app.add_typer(bench_app, name="bench")
 

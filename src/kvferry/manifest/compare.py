@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from kvferry.manifest.schema import Axis, Chunk, Element, Layer, Manifest, Reach, Shape, TokenPaged, Window
 
 _HOLDS = {True: "holds its first tokens (partial)", False: "holds nothing yet"}
-_PLURAL = {"head": "heads", "dim": "dims", "channel": "channels", "tap": "taps", "group": "groups", "state": "states"}
+_PLURAL = {
+    "head": "heads",
+    "dim": "dims",
+    "channel": "channels",
+    "tap": "taps",
+    "group": "groups",
+    "state": "states",
+    "shard": "shards",
+    "slot": "slots",
+}
 
 
 @dataclass(frozen=True)
@@ -143,9 +152,14 @@ def _axes(there: Axis, here: Axis) -> Iterator[str]:
         yield f"{there.live_size} {unit} there, {here.live_size} here"
 
 
+def _alike(there: Element, here: Element) -> str:
+    """Cells that hold several heads are not cut by them."""
+    return ", and equally many ranks" if there.opaque != here.opaque and there.bytes != here.bytes else ""
+
+
 def _elements(there: Element, here: Element) -> Iterator[str]:
     if there.opaque or here.opaque:
-        yield f"{there} there, {here} here; run the same backend with the same kernel block on both sides"
+        yield f"{there} there, {here} here; run the same backend with the same kernel block on both sides{_alike(there, here)}"
     elif there.dtype != here.dtype:
         yield f"{there} there, {here} here; cache dtypes must be equal on both sides"
     else:

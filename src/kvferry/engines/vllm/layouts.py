@@ -1,96 +1,201 @@
-"""Which inner layouts of vLLM's attention cells are certified, and what they are.
+"""What vLLM's backends keep in an attention cell, and which of it is certified.
 
-A cell is one (kernel block, kv head) of a cache tensor; its strides do not say how a backend orders K and V in it. Only
-what the engine's own cache-write op was seen to write is listed; everything else is an opaque cell.
+A grid is one (kernel block, kv head) of a cache tensor; its strides do not say how a backend orders K and V in it. A
+certificate says so for a backend and some cache formats. It counts where the engine's own cache-write op was seen to write
+so, byte by byte, in that cache layout and release of vLLM: what was seen is kept as evidence. All else is an opaque cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
 from typing import Final
 
-from kvferry.strided import Digits
+import numpy as np
+
+from kvferry.engines.vllm.evidence import Evidence, Sighting, recorded, release_of
+from kvferry.strided import Digits, Ints, spread
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One head's tokens of a kernel block: how many, the elements of each, and how many elements they are apart."""
+
+    tokens: int
+    width: int
+    pitch: int
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One part inside a cell, in elements: its first one, and the digits of its token and dim axes. A part that is not
-    `by_head` has no head axis."""
+    """One part inside a grid, in elements: its first one, and the digits of its token and dim axes.
+
+    A part that is not `by_head` has no head axis. One with `row` elements a token has no dims: a token's row is packed in a
+    way of its own, and is moved whole.
+    """
 
     part: str
     start: int
     token: Digits
-    dim: Digits
+    dim: Digits = ()
     by_head: bool = True
+    row: int = 0
 
 
 Cell = tuple[Plane, ...]
 
 
-def _transposed_k(tokens: int, width: int) -> Cell:
+def _transposed_k(grid: Grid) -> Cell:
     """K as [dim][token], then V as [token][dim]."""
-    dim = width // 2
+    tokens, dim = grid.tokens, grid.width // 2
     return (
         Plane("k", 0, ((tokens, 1),), ((dim, tokens),)),
         Plane("v", tokens * dim, ((tokens, dim),), ((dim, 1),)),
     )
 
 
-def _amx_tiles(tokens: int, width: int) -> Cell:
+def _amx_tiles(grid: Grid) -> Cell:
     """Tiles of 32 elements by rows of two, the operand order of AMX in bfloat16.
 
     K: [token / 16][dim / 2][token % 16][dim % 2]; V: [dim / 16][token / 2][dim % 16][token % 2].
     """
-    dim = width // 2
+    tokens, dim = grid.tokens, grid.width // 2
     return (
         Plane("k", 0, ((tokens // 16, 16 * dim), (16, 2)), ((dim // 2, 32), (2, 1))),
         Plane("v", tokens * dim, ((tokens // 2, 32), (2, 1)), ((dim // 16, 16 * tokens), (16, 2))),
     )
 
 
-def _rows(tokens: int, width: int) -> Cell:
+def _k_then_v(grid: Grid) -> Cell:
+    """Token by token: K, and V behind it."""
+    dim = grid.width // 2
+    token = ((grid.tokens, grid.pitch),)
+    return Plane("k", 0, token, ((dim, 1),)), Plane("v", dim, token, ((dim, 1),))
+
+
+def _latent(grid: Grid) -> Cell:
     """MLA's latent as [token][dim], latent and rope behind each other."""
-    return (Plane("latent", 0, ((tokens, width),), ((width, 1),), by_head=False),)
+    return (Plane("latent", 0, ((grid.tokens, grid.pitch),), ((grid.width, 1),), by_head=False),)
+
+
+def _packed_latent(grid: Grid) -> Cell:
+    """A token's latent with its own scales."""
+    return (Plane("row", 0, ((grid.tokens, grid.pitch),), by_head=False, row=grid.width),)
+
+
+def _packed_kv(grid: Grid) -> Cell:
+    """K and V of a token and head with their own scales."""
+    return (Plane("row", 0, ((grid.tokens, grid.pitch),), row=grid.width),)
+
+
+def _index_then_scales(grid: Grid) -> Cell:
+    """The sparse indexer's keys of all tokens, then a float32 scale for each."""
+    data = grid.width - 4
+    return (
+        Plane("index", 0, ((grid.tokens, data),), by_head=False, row=data),
+        Plane("index.scale", grid.tokens * data, ((grid.tokens, 4),), by_head=False, row=4),
+    )
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A layout that was seen, where it holds (multiples of tokens a cell and of elements a token), and how it was seen."""
+    """A layout, and where it holds: tokens and elements a token are multiples of these, and tokens lie behind each other
+    unless they may be `apart`, as the tensor's strides have it."""
 
     backend: str
     isa: str
-    dtypes: frozenset[str]
-    releases: frozenset[str]
+    formats: frozenset[str]
     token_multiple: int
     width_multiple: int
-    cell: Callable[[int, int], Cell]
-    evidence: str
+    cell: Callable[[Grid], Cell]
+    apart: bool = False
 
+    def covers(self, backend: str, isa: str, form: str, grid: Grid) -> bool:
+        named = (self.backend, self.isa) == (backend, isa) and form in self.formats
+        fits = grid.tokens % self.token_multiple == 0 and grid.width % self.width_multiple == 0
+        return named and fits and (self.apart or grid.pitch == grid.width)
 
-_OP_SWEEP: Final = (
-    "vLLM 0.32.0 on x86-64: every byte that the cache-write op leaves in a cell, over dtypes, head sizes and block sizes "
-    "(tests/vllm/test_layouts.py); whole caches moved between block sizes and TP sizes and compared with what the op writes "
-    "there (tests/vllm/test_transfers.py)"
-)
-_RELEASES: Final = frozenset({"0.32"})
 
 _FLOATS: Final = frozenset({"float32", "float16", "bfloat16"})
+_HALVES: Final = frozenset({"float16", "bfloat16"})
+_FP8: Final = frozenset({"fp8_e4m3"})
+_BY_TOKEN_AND_HEAD: Final = frozenset({"int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"})
 
 CERTIFICATES: Final = (
-    Certificate("CPU_ATTN", "vec", _FLOATS, _RELEASES, 32, 64, _transposed_k, _OP_SWEEP),
-    Certificate("CPU_ATTN", "vec16", _FLOATS, _RELEASES, 16, 32, _transposed_k, _OP_SWEEP),
-    Certificate("CPU_ATTN", "amx", frozenset({"bfloat16"}), _RELEASES, 32, 64, _amx_tiles, _OP_SWEEP),
-    Certificate("CPU_MLA", "", frozenset({"float32", "bfloat16"}), _RELEASES, 16, 64, _rows, _OP_SWEEP),
-    Certificate("AMX_MLA", "", frozenset({"bfloat16"}), _RELEASES, 32, 64, _rows, _OP_SWEEP),
+    Certificate("CPU_ATTN", "vec", _FLOATS, 32, 64, _transposed_k),
+    Certificate("CPU_ATTN", "vec16", _FLOATS, 16, 32, _transposed_k),
+    Certificate("CPU_ATTN", "amx", frozenset({"bfloat16"}), 32, 64, _amx_tiles),
+    Certificate("CPU_MLA", "", frozenset({"float32", "bfloat16"}), 16, 64, _latent),
+    Certificate("AMX_MLA", "", frozenset({"bfloat16"}), 32, 64, _latent),
+    Certificate("FLASH_ATTN", "", _HALVES | _FP8, 16, 32, _k_then_v, apart=True),
+    Certificate("TRITON_ATTN", "", _FLOATS | _FP8, 16, 32, _k_then_v, apart=True),
+    Certificate("TRITON_ATTN", "", _BY_TOKEN_AND_HEAD, 16, 8, _packed_kv, apart=True),
+    Certificate("FLEX_ATTENTION", "", _FLOATS, 16, 32, _k_then_v, apart=True),
+    Certificate("TRITON_MLA", "", _HALVES | _FP8, 16, 64, _latent),
+    Certificate("FLASHMLA", "", _HALVES | _FP8, 64, 64, _latent),
+    Certificate("FLASH_ATTN_MLA", "", _HALVES, 16, 64, _latent),
+    Certificate("CUTLASS_MLA", "", _HALVES | _FP8, 128, 64, _latent),
+    Certificate("FLASHMLA_SPARSE", "", frozenset({"bfloat16"}), 64, 64, _latent),
+    Certificate("FLASHMLA_SPARSE", "", frozenset({"fp8_ds_mla"}), 64, 656, _packed_latent),
+    Certificate("DEEPSEEK_V32_INDEXER", "", frozenset({"uint8"}), 64, 132, _index_then_scales),
 )
 
 
-def certified(version: str, backend: str, isa: str, dtype: str, tokens: int, width: int) -> Cell | None:
-    """The layout of a cell of `tokens` x `width` elements (K and V, or the latent), or None where none is certified."""
-    release = ".".join(version.split(".")[:2])
-    for one in CERTIFICATES:
-        fits = tokens % one.token_multiple == 0 and width % one.width_multiple == 0
-        if (one.backend, one.isa) == (backend, isa) and dtype in one.dtypes and release in one.releases and fits:
-            return one.cell(tokens, width)
-    return None
+def candidate(backend: str, isa: str, form: str, grid: Grid) -> Cell | None:
+    """What the table says, whether it was seen or not."""
+    return next((one.cell(grid) for one in CERTIFICATES if one.covers(backend, isa, form, grid)), None)
+
+
+def certified(version: str, backend: str, isa: str, form: str, layout: str, grid: Grid) -> Cell | None:
+    """The layout of a grid of the cache format `form` in the cache layout `layout`; None where none is certified."""
+    if (release_of(version), backend, isa, form, layout) not in _seen():
+        return None
+    return candidate(backend, isa, form, grid)
+
+
+@lru_cache(maxsize=1)
+def _seen() -> frozenset[tuple[str, str, str, str, str]]:
+    return frozenset(
+        (release_of(run.vllm), one.backend, one.isa, one.form, one.layout) for run in recorded() for one in run.sightings
+    )
+
+
+def places(cell: Cell, heads: int, head_stride: int, size: int) -> Ints:
+    """Bytes, from the block's first, where elements of `size` bytes are said to begin, in one fixed order.
+
+    Numbers: [part][head][token][dim]. Packed rows: for each token all of its bytes, ascending.
+    """
+    shares = np.arange(heads, dtype=np.int64)[:, None] * head_stride
+    if any(plane.row for plane in cell):
+        by_token = []
+        for plane in cell:
+            start = spread(plane.start, plane.token)[:, None] + np.arange(plane.row)
+            by_token.append((start[:, None] + shares[: heads if plane.by_head else 1]).reshape(len(start), -1))
+        elements = np.concatenate(by_token, axis=1) * size
+        return np.sort((elements[:, :, None] + np.arange(size)).reshape(len(elements), -1), axis=1).reshape(-1)
+    planes = [(spread(p.start, (*p.token, *p.dim)) + shares[: heads if p.by_head else 1]).reshape(-1) for p in cell]
+    return np.concatenate(planes) * size
+
+
+def digest(found: Ints) -> str:
+    return sha256(np.ascontiguousarray(found, "<i4").tobytes()).hexdigest()[:24]
+
+
+def replay(run: Evidence) -> tuple[str, ...]:
+    """Where the table differs from what a run saw; empty if it is the same everywhere."""
+    return tuple(wrong for one in run.sightings for wrong in _differences(one))
+
+
+def _differences(one: Sighting) -> Iterable[str]:
+    where = " ".join(filter(None, (one.backend, one.isa, one.form, one.layout)))
+    if not one.cases and not one.by:
+        yield f"{where}: seen in no case"
+    for case in one.cases:
+        grid = Grid(case.tokens, case.width, case.pitch)
+        cell = candidate(one.backend, one.isa, one.form, grid)
+        if cell is None:
+            yield f"{where}: nothing is said of {grid}"
+        elif digest(places(cell, case.heads, case.head_stride, case.size)) != case.digest:
+            yield f"{where}: {grid} with {case.heads} heads was seen to be kept in another order"

@@ -12,7 +12,8 @@ from math import prod
 from typing import Any, Final, Literal
 
 from kvferry.engines.vllm.drafters import drafted_layers
-from kvferry.engines.vllm.layouts import Cell, certified
+from kvferry.engines.vllm.evidence import release_of
+from kvferry.engines.vllm.layouts import Cell, Grid, certified
 from kvferry.engines.vllm.states import StateLayer, dtype_name, state_parts
 from kvferry.engines.vllm.surface import Group as VllmGroup
 from kvferry.engines.vllm.surface import KVCacheConfig, Layers, Tensor, VllmConfig
@@ -48,6 +49,10 @@ TOKEN_SPECS: Final = frozenset(
         "SlidingWindowMLASpec",
     }
 )
+
+SAME_FORMAT: Final = {"fp8": "fp8_e4m3"}
+NUMBERS: Final = {"fp8_e4m3": "float8_e4m3fn"}
+"""The element of a cache format, where it has another name."""
 
 
 @dataclass(frozen=True)
@@ -167,20 +172,18 @@ def _reach(layer: Any, spec: Any) -> Reach:
 def _parts(name: str, layer: Any, spec: Any, tensor: Tensor, worker: _Worker) -> tuple[_Placed, ...]:
     if _kind(spec) == "MambaSpec":
         return _state(name, layer, spec, tensor, worker)
+    if len(tensor.shape) != 4 or tensor.stride()[3] != 1:
+        raise ManifestError(f"{name}: a cache of {_form(tensor)} is not [block, head, token, content]: not supported")
     heads = _heads(name, spec, worker)
-    shape, stride = tensor.shape, tensor.stride()
-    if len(shape) != 4 or shape[1] != heads.count:
-        raise ManifestError(f"{name}: a cache of shape {tuple(shape)} does not have one slot a head for {heads.count} kv heads")
-    if stride[3] != 1 or stride[2] != shape[3] or (shape[1] > 1 and stride[1] < shape[2] * shape[3]):
-        raise ManifestError(
-            f"{name}: heads are interleaved inside a block (strides {tuple(stride)}); ask for a head-major cache layout "
-            "(VLLM_KV_CACHE_LAYOUT=LBHNC)"
-        )
     ratio = _kernel_blocks(name, tensor, spec, worker)
-    cell = _certified(layer, spec, tensor, spec.block_size // ratio, worker)
+    cell = _certified(layer, spec, tensor, heads, spec.block_size // ratio, worker)
     if cell is None:
-        return (_opaque(layer, spec, tensor, heads, ratio, worker),)
-    return _planes(cell, tensor, heads, ratio)
+        return (_opaque(name, layer, spec, tensor, heads, ratio, worker),)
+    return _planes(cell, layer, spec, tensor, heads, ratio)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}"
 
 
 def _kernel_blocks(name: str, tensor: Tensor, spec: Any, worker: _Worker) -> int:
@@ -218,11 +221,23 @@ def _quantized(spec: Any) -> bool:
     return int(spec.kv_quant_mode) != 0
 
 
-def _certified(layer: Any, spec: Any, tensor: Tensor, tokens: int, worker: _Worker) -> Cell | None:
-    dense = tensor.shape[2] == tokens and tensor.shape[3] == spec.head_size + spec.head_size_v
-    if not dense or spec.head_size_v not in (0, spec.head_size) or _quantized(spec):
+def _format(layer: Any, spec: Any, tensor: Tensor) -> str:
+    """What numbers a cache holds, by one name, whichever way they were asked for."""
+    if not _quantized(spec):
+        return dtype_name(tensor)
+    said = str(layer.kv_cache_dtype)
+    return SAME_FORMAT.get(said, said)
+
+
+def _certified(layer: Any, spec: Any, tensor: Tensor, heads: Extent, tokens: int, worker: _Worker) -> Cell | None:
+    _, slots, entries, width = tensor.shape
+    if slots != heads.count or entries != tokens or spec.head_size_v not in (0, spec.head_size):
         return None
-    return certified(worker.version, *_backend(layer), dtype_name(tensor), tokens, tensor.shape[3])
+    grid = Grid(tokens, width, tensor.stride()[2])
+    layout = str(worker.config.cache_config.kv_cache_layout)
+    cell = certified(worker.version, *_backend(layer), _format(layer, spec, tensor), layout, grid)
+    numbers = cell is not None and all(plane.dim for plane in cell)
+    return None if numbers and width != spec.head_size + spec.head_size_v else cell
 
 
 def _block_stride(tensor: Tensor, ratio: int) -> int:
@@ -233,33 +248,57 @@ def _head_axis(tensor: Tensor, heads: Extent) -> Axis:
     return Axis("head", heads.size, heads.start, heads.stop, ((heads.count, tensor.stride()[1] * tensor.element_size()),))
 
 
-def _planes(cell: Cell, tensor: Tensor, heads: Extent, ratio: int) -> tuple[_Placed, ...]:
+def _planes(cell: Cell, layer: Any, spec: Any, tensor: Tensor, heads: Extent, ratio: int) -> tuple[_Placed, ...]:
     size = tensor.element_size()
-    element = Element(dtype_name(tensor), size)
+    form = _format(layer, spec, tensor)
+    scales = dict(zip(("k", "v"), _scales(layer, spec), strict=False))
     block_stride = _block_stride(tensor, ratio)
     out = []
     for plane in cell:
-        digits = tuple((count, stride * size) for count, stride in plane.dim)
-        dims = prod(count for count, _ in digits)
         head = (_head_axis(tensor, heads),) if plane.by_head else ()
-        token = ((ratio, block_stride // ratio), *((count, stride * size) for count, stride in plane.token))
-        shape = Shape(element, (*head, Axis("dim", dims, 0, dims, digits)), TokenAxis(token))
+        token = TokenAxis(((ratio, block_stride // ratio), *((count, stride * size) for count, stride in plane.token)))
+        if plane.row:
+            shape = Shape(Element("opaque", plane.row * size, opaque=f"{plane.part} of {form}"), head, token)
+        else:
+            digits = tuple((count, stride * size) for count, stride in plane.dim)
+            dims = prod(count for count, _ in digits)
+            scale = scales.get(plane.part, scales.get("k"))
+            element = Element(NUMBERS.get(form, form), size, () if scale is None else (scale,))
+            shape = Shape(element, (*head, Axis("dim", dims, 0, dims, digits)), token)
         out.append(_Placed(plane.part, shape, tensor, _offset(tensor) + plane.start * size, block_stride))
     return tuple(out)
 
 
-def _opaque(layer: Any, spec: Any, tensor: Tensor, heads: Extent, ratio: int, worker: _Worker) -> _Placed:
-    """A cell for each kernel block and head, tagged with everything that its private layout may depend on."""
+def _scales(layer: Any, spec: Any) -> tuple[float, ...]:
+    """Those of K and of V, which are part of what the numbers mean."""
+    return (float(layer._k_scale_float), float(layer._v_scale_float)) if _quantized(spec) else ()
+
+
+def _opaque(name: str, layer: Any, spec: Any, tensor: Tensor, heads: Extent, ratio: int, worker: _Worker) -> _Placed:
+    """Cells of a kernel block and head, tagged with everything that their private layout may depend on.
+
+    Where slots are not heads, which of them hold which is not known, and where heads lie inside the tokens they cannot be
+    told apart: such blocks are cut by no head, so that both sides must share the heads out alike.
+    """
     tokens = spec.block_size // ratio
-    tag = " ".join(
-        ("vllm", worker.version, *filter(None, _backend(layer)), dtype_name(tensor), str(getattr(layer, "kv_cache_dtype", "")))
-    )
-    scales = (float(layer._k_scale_float), float(layer._v_scale_float)) if _quantized(spec) else ()
-    size = tensor.shape[2] * tensor.shape[3] * tensor.element_size()
-    element = Element("opaque", size, scales, opaque=f"{tag}/{tokens}")
+    _, slots, entries, width = tensor.shape
+    _, by_slot, by_entry, _ = tensor.stride()
+    size = tensor.element_size()
+    share = Axis("shard", heads.size // heads.count, heads.start // heads.count, heads.start // heads.count + 1, ((1, 0),))
+    cell, of = entries * width, ""
+    axes: tuple[Axis, ...] = (_head_axis(tensor, heads),)
+    if by_entry == width and slots != heads.count:
+        of, axes = f" in {slots} slots", (share, Axis("slot", slots, 0, slots, ((slots, by_slot * size),)))
+    elif by_entry != width:
+        if (slots > 1 and by_slot != width) or by_entry != slots * width:
+            raise ManifestError(f"{name}: no order of heads and tokens explains a cache of {_form(tensor)}: not supported")
+        cell, of, axes = slots * entries * width, f" of {slots} heads", (share,)
+    numbers = (*filter(None, _backend(layer)), _format(layer, spec, tensor))
+    tag = f"vllm {release_of(worker.version)} {' '.join(numbers)} {tokens}x{width}{of}"
+    element = Element("opaque", cell * size, _scales(layer, spec), opaque=tag)
     block_stride = _block_stride(tensor, ratio)
     token = TokenAxis(((ratio, block_stride // ratio),), per_entry=tokens, partial=True)
-    return _Placed("bytes", Shape(element, (_head_axis(tensor, heads),), token), tensor, _offset(tensor), block_stride)
+    return _Placed("bytes", Shape(element, axes, token), tensor, _offset(tensor), block_stride)
 
 
 def _state(name: str, layer: Any, spec: Any, tensor: Tensor, worker: _Worker) -> tuple[_Placed, ...]:

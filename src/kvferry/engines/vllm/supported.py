@@ -1,0 +1,109 @@
+"""The page that says what of vLLM's caches can be moved, made from certificates and evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from kvferry.engines.vllm.evidence import Evidence
+from kvferry.engines.vllm.layouts import CERTIFICATES, Certificate, Grid, replay
+
+HEAD: Final = """# What of vLLM's caches can be moved, and where that was seen
+
+This page is made by `kvferry certify --recorded --markdown` from the table of certified layouts and from the evidence that is
+kept with the package; a test keeps it in step.
+
+A backend's cache is *certified* where vLLM's own cache-write op was seen to keep every element where the table says, byte by
+byte, in that cache format, cache layout and release. Certified caches are moved between any block sizes, any tensor- and
+pipeline-parallel sizes, any cache layouts, and any backends that keep the same parts; of a block that is not full only the
+tokens are moved. Packed formats, whose tokens carry scales of their own, are moved token by token between sides of the same
+format.
+
+All other caches are *opaque*: whole cells of a kernel block and head between engines of the same release (major and minor),
+backend, cache format, kernel block size and head size. Where heads lie inside of tokens (cache layouts LBNHC and BLNHC), or
+where a backend's slots are not heads (NVFP4), whole blocks between equally many tensor-parallel ranks. This goes for
+FLASHINFER, HPC_ATTN, TURBOQUANT and every backend, format and release that is not in the first table.
+"""
+
+
+def page(runs: Sequence[Evidence]) -> str:
+    return "\n".join([HEAD, *_certified(runs), *_unseen(runs), *_states(runs), *_moves(runs), *_machines(runs)])
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    rows = list(rows)
+    if not rows:
+        return
+    yield f"## {title}\n"
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def _named(one: Certificate) -> str:
+    return f"{one.backend} ({one.isa})" if one.isa else one.backend
+
+
+def _kind(one: Certificate) -> str:
+    cell = one.cell(Grid(one.token_multiple, one.width_multiple, one.width_multiple))
+    return ", ".join(f"`{plane.part}`" for plane in cell) + (" (packed)" if any(plane.row for plane in cell) else "")
+
+
+def _seen_in(runs: Sequence[Evidence], one: Certificate, form: str) -> tuple[list[str], list[str]]:
+    """Cache layouts, and machines with releases."""
+    found = [
+        (sighting.layout, f"{run.device}, vLLM {run.vllm}")
+        for run in runs
+        for sighting in run.sightings
+        if (sighting.backend, sighting.isa, sighting.form) == (one.backend, one.isa, form)
+    ]
+    return list(dict.fromkeys(layout for layout, _ in found)), list(dict.fromkeys(where for _, where in found))
+
+
+def _certified(runs: Sequence[Evidence]) -> Iterator[str]:
+    rows = []
+    for one in CERTIFICATES:
+        by_place: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+        for form in sorted(one.formats):
+            layouts, where = _seen_in(runs, one, form)
+            if layouts:
+                by_place.setdefault((tuple(layouts), tuple(where)), []).append(form)
+        for (seen, places), forms in by_place.items():
+            multiples = f"{one.token_multiple} tokens"
+            rows.append((_named(one), ", ".join(forms), _kind(one), ", ".join(seen), multiples, "; ".join(places)))
+    yield from _table(
+        "Certified attention caches",
+        ("backend", "cache format", "parts", "cache layouts", "blocks of a multiple of", "seen on"),
+        rows,
+    )
+
+
+def _unseen(runs: Sequence[Evidence]) -> Iterator[str]:
+    rows = []
+    for one in CERTIFICATES:
+        forms = [form for form in sorted(one.formats) if not _seen_in(runs, one, form)[0]]
+        if forms:
+            rows.append((_named(one), ", ".join(forms), _kind(one)))
+    yield from _table("In the table, but seen nowhere yet: opaque until they are", ("backend", "cache format", "parts"), rows)
+
+
+def _states(runs: Sequence[Evidence]) -> Iterator[str]:
+    rows = [(one.what, one.found, f"{run.device}, vLLM {run.vllm}") for run in runs for one in run.states]
+    yield from _table("Recurrent states, as vLLM's kernels keep them", ("state", "found", "seen on"), rows)
+
+
+def _moves(runs: Sequence[Evidence]) -> Iterator[str]:
+    rows = [(one.what, one.found, run.device) for run in runs for one in run.moves]
+    yield from _table("Whole caches moved, and compared with what vLLM writes there", ("from -> to", "found", "seen on"), rows)
+
+
+def _machines(runs: Sequence[Evidence]) -> Iterator[str]:
+    rows = []
+    for run in runs:
+        cases = sum(len(sighting.cases) for sighting in run.sightings)
+        told = f"{len(run.sightings)} in {cases:,} cases" if cases else run.sightings[0].by if run.sightings else "none"
+        rows.append((run.device, run.vllm, run.torch, told, f"`{run.digest[:16]}`", "no" if replay(run) else "yes"))
+    head = ("machine", "vLLM", "torch", "formats and layouts", "digest of the run", "the table says the same")
+    yield from _table("Runs", head, rows)
