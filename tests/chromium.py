@@ -30,8 +30,9 @@ def running():
     from_child, to_us = _pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [
-            found(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions", "--no-first-run",
-            "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank",
+            found(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions",
+            "--no-first-run", "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe",
+            f"--user-data-dir={profile}", "about:blank",
         ]  # fmt: skip
         quiet = os.open(os.devnull, os.O_RDWR)
         actions = [(os.POSIX_SPAWN_DUP2, quiet, 0), (os.POSIX_SPAWN_DUP2, quiet, 1), (os.POSIX_SPAWN_DUP2, quiet, 2),

@@ -22,10 +22,14 @@ class Transfer {
       const { once } = this.document;
       const plan = this.document.plans[consumer];
       const lanes = once.lanes ? once.lanes[plan.lanes] : [];
-      const out = [];
+      const out = { all: [], into: [] };
       const add = (grain, spans, flow) => {
         const [tokens, runs] = once.grains[grain];
-        for (const run of runs) out.push(new Move(this, consumer, flow, tokens, run, lanes, once.spans[spans]));
+        for (const run of runs) {
+          const move = new Move(this, consumer, flow, tokens, run, lanes, once.spans[spans]);
+          out.all.push(move);
+          (out.into[move.dst.region] ||= []).push(move);
+        }
       };
       for (const [source, srcGroup, dstGroup, need, grain, spans] of plan.edges) {
         add(grain, spans, { source: plan.sources[source], srcGroup, dstGroup, need });
@@ -40,7 +44,7 @@ class Transfer {
 
   // Where a decode rank's byte comes from in this request: {kind: "copy" | "fill" | "none", ...}.
   origin(consumer, region, offset) {
-    for (const move of this.movesOf(consumer)) {
+    for (const move of this.movesOf(consumer).into[region] || []) {
       const found = move.fromDestination(region, offset);
       if (found) return found;
     }
@@ -49,7 +53,7 @@ class Transfer {
 
   // Where a prefill rank's byte goes in one decode rank, or null.
   target(producer, consumer, region, offset) {
-    for (const move of this.movesOf(consumer)) {
+    for (const move of this.movesOf(consumer).all) {
       if (move.flow.source !== producer) continue;
       const found = move.fromSource(region, offset);
       if (found) return found;
@@ -73,7 +77,21 @@ class Transfer {
     return this.places[side].get(group)?.get(block);
   }
 
-  // What a byte means on its own side, for the group that holds its block in this request; else for any group.
+  // The first byte that a decode rank reads from a prefill rank, in a given layer if that is possible; or null.
+  firstFrom(producer, consumer, layer) {
+    let spare = null;
+    for (const move of this.movesOf(consumer).all) {
+      if (move.flow.source !== producer || !move.spans.length) continue;
+      const offset = move.dst.offset + move.dst.steps(this.tables.decode.get(move.dst.group.id), move.spans[0][0], move.tokens);
+      const meaning = this.meaning("decode", consumer, move.dst.region, offset);
+      if (meaning && meaning.part.layer.name === layer) return { region: move.dst.region, offset };
+      spare = spare || { region: move.dst.region, offset };
+    }
+    return spare;
+  }
+
+  // What a byte means on its own side, for the group that holds its block in this request. In a block that no group holds
+  // any group may speak; in one that is held, what only other groups would use is padding.
   meaning(sideName, rank, region, offset) {
     const side = this.side(sideName, rank);
     let spare = null;
@@ -84,7 +102,9 @@ class Transfer {
       if (place !== undefined) return this.placed(part, found, place);
       spare = spare || this.placed(part, found, undefined);
     }
-    return spare;
+    const taken = spare && side.partsOf(region).some((part) => (
+      part.blockStride === spare.part.blockStride && this.place(sideName, part.group.id, spare.block) !== undefined));
+    return taken ? null : spare;
   }
 
   placed(part, found, place) {
@@ -203,8 +223,9 @@ class Move {
     Object.assign(this, { transfer, consumer, flow, tokens, length, spans, repeats });
     const here = transfer.decode[consumer];
     const there = flow.source === null ? here : transfer.prefill[flow.source];
-    this.dst = ends(dstRegion, dstOffset, lanes[dstLane], here.groups.get(flow.dstGroup), repeats, 2, length);
-    this.src = ends(srcRegion, srcOffset, lanes[srcLane], there.groups.get(flow.srcGroup), repeats, 1, length);
+    const [theirs, ours] = [1, 2].map((side) => repeats.map((repeat) => [repeat[0], repeat[side]]));
+    this.dst = new End(dstRegion, dstOffset, lanes[dstLane], here.groups.get(flow.dstGroup), ours, length);
+    this.src = new End(srcRegion, srcOffset, lanes[srcLane], there.groups.get(flow.srcGroup), theirs, length);
   }
 
   fromDestination(region, offset) {
@@ -234,25 +255,32 @@ class Move {
     const out = { consumer: this.consumer, group: this.flow.dstGroup, tokens: this.tokens, length: this.length };
     if (this.flow.source === null) return { kind: "fill", ...out };
     const farName = nearName === "decode" ? "prefill" : "decode";
-    const farTokens = far.group.paging.tokens || 0;
-    const at = farTokens ? Math.floor(token / farTokens) : 0;
-    const farBlock = this.transfer.tables[farName].get(far.group.id)[at];
-    let rest = farTokens ? (token % farTokens) / this.tokens : 0;
-    for (let i = far.lane.length - 1; i >= 0; i--) {
-      const [count, stride] = far.lane[i];
-      const digit = i ? rest % count : rest;
-      moved += digit * stride;
-      rest = (rest - digit) / count;
-    }
-    moved += farBlock * far.blockStride;
+    moved += far.steps(this.transfer.tables[farName].get(far.group.id), token, this.tokens);
     return { kind: "copy", ...out, source: this.flow.source, region: far.region, offset: moved };
   }
 }
 
-function ends(region, offset, [blockStride, lane], group, repeats, stride, length) {
-  const digits = [{ count: group.blocks, stride: blockStride, to: "block", weight: 1 }, ...weighted(lane, "tile")];
-  repeats.forEach((repeat, i) => digits.push({ count: repeat[0], stride: repeat[stride], to: i, weight: 1 }));
-  return { region, offset, blockStride, lane, group, digits: new Digits(digits, length) };
+// One side of a strided run: where it begins, and how it moves from block to block and from tile to tile.
+class End {
+  constructor(region, offset, [blockStride, lane], group, repeats, length) {
+    const digits = [{ count: group.blocks, stride: blockStride, to: "block", weight: 1 }, ...weighted(lane, "tile")];
+    repeats.forEach(([count, stride], i) => digits.push({ count, stride, to: i, weight: 1 }));
+    Object.assign(this, { region, offset, blockStride, lane, group, digits: new Digits(digits, length) });
+  }
+
+  // How far the tile that begins with a token lies from tile 0 of block 0.
+  steps(table, token, tokens) {
+    const size = this.group.paging.tokens || 0;
+    let moved = table[size ? Math.floor(token / size) : 0] * this.blockStride;
+    let rest = size ? (token % size) / tokens : 0;
+    for (let i = this.lane.length - 1; i >= 0; i--) {
+      const [count, stride] = this.lane[i];
+      const digit = i ? rest % count : rest;
+      moved += digit * stride;
+      rest = (rest - digit) / count;
+    }
+    return moved;
+  }
 }
 
 function weighted(digits, to) {

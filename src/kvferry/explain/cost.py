@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from kvferry.plan import Binder, Plan, Request
+from kvferry.plan import Binder, Plan, Request, Spans
 from kvferry.plan.rows import PreparedRows
 from kvferry.strided import Ints
 
@@ -17,9 +17,10 @@ MOST_MERGED: Final = 2_000_000
 
 @dataclass(frozen=True)
 class Load:
-    """One rank's load: per source the bytes and the runs (neighbours merged if `merged`), and what is filled."""
+    """One rank's load: per source the bytes and the runs (neighbours merged if `merged`), what is filled, which tokens."""
 
     plan: Plan
+    spans: Spans
     bytes: tuple[int, ...]
     runs: tuple[int, ...]
     merged: bool
@@ -42,7 +43,7 @@ class Load:
         if merged:
             runs = [len(copies) for copies in binder.bind(request).copies]
         fills = loading.fills
-        return cls(plan, tuple(moved), tuple(runs), merged, fills.bytes, len(fills), loading.unhashable)
+        return cls(plan, binder.spans(request), tuple(moved), tuple(runs), merged, fills.bytes, len(fills), loading.unhashable)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ import numpy as np
 from kvferry.explain.cost import Load, strategies
 from kvferry.manifest import Manifest
 from kvferry.manifest.schema import Layer, Rank
-from kvferry.plan import Binder, Fleet, Grain, Plan, Request, make_plans
+from kvferry.plan import Fleet, Grain, Request, make_plans
 from kvferry.plan.bind import Table
-from kvferry.plan.explain import reads
+from kvferry.plan.explain import Read, reads
 from kvferry.plan.intervals import Intervals
+from kvferry.strided import Ints
 
 DOCUMENT_VERSION: Final = 1
 
@@ -45,7 +46,7 @@ def document(title: Title, producers: Sequence[Manifest], consumers: Sequence[Ma
         "title": msgspec.to_builtins(title),
         "prefill": [_rank(manifest, once) for manifest in fleet.manifests],
         "decode": [_rank(manifest, once) for manifest in readers.manifests],
-        "plans": [_plan(load, request, ordinal, once) for load in loads],
+        "plans": [_plan(load, ordinal, once) for load in loads],
         "reads": [[_read(read, ordinal) for read in reads(consumer, fleet)] for consumer in readers.manifests],
         "request": {
             "tokens": int(request.tokens),
@@ -90,10 +91,9 @@ def _layer(layer: Layer) -> list[Any]:
     return [layer.name, layer.group, layer.reach, layer.required, parts]
 
 
-def _plan(load: Load, request: Request, ordinal: Mapping[Rank, int], once: _Once) -> dict[str, Any]:
+def _plan(load: Load, ordinal: Mapping[Rank, int], once: _Once) -> dict[str, Any]:
     """The finest grain alone says for every byte where it comes from; coarser ones are the same, joined."""
-    plan: Plan = load.plan
-    spans = Binder(plan).spans(request)
+    plan, spans = load.plan, load.spans
     return {
         "sources": [ordinal[source.identity.rank] for source in plan.sources],
         "tells": [ordinal[rank] for rank in plan.tells],
@@ -118,17 +118,17 @@ def _grain(grain: Grain, once: _Once) -> int:
     return once.put("grains", [grain.tokens, grain.runs])
 
 
-def _read(read: Any, ordinal: Mapping[Rank, int]) -> list[Any]:
+def _read(read: Read, ordinal: Mapping[Rank, int]) -> list[Any]:
     return [ordinal[read.producer], read.layers, read.example, list(read.parts), read.extents]
 
 
 def _pairs(intervals: Intervals) -> list[list[int]]:
-    return np.stack(intervals, axis=1).tolist()
+    starts, stops = intervals
+    return [list(pair) for pair in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
-def _stretches(numbers: Any) -> Intervals:
+def _stretches(found: Ints) -> Intervals:
     """Consecutive numbers as half-open intervals."""
-    found = np.asarray(numbers, np.int64)
     if not len(found):
         return found, found
     ends = np.flatnonzero(np.diff(found) != 1)

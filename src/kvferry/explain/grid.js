@@ -1,3 +1,16 @@
+// Drawing waits for the next frame, once however often it is asked for.
+const due = new Set();
+function soon(draw) {
+  if (!due.size) {
+    requestAnimationFrame(() => {
+      const now = [...due];
+      due.clear();
+      now.forEach((each) => each());
+    });
+  }
+  due.add(draw);
+}
+
 // A canvas of equal cells that can be pointed at, walked with the keyboard and looked into.
 
 class Grid {
@@ -7,6 +20,8 @@ class Grid {
     this.cursor = null;
     this.shown = null;
     this.onpoint = onpoint;
+    this.draw = () => this.paint();
+    this.blit = () => this.stamp();
     canvas.tabIndex = 0;
     canvas.setAttribute("role", "application");
     canvas.setAttribute("aria-label", label);
@@ -19,18 +34,18 @@ class Grid {
   // {count, columns, colour(cell), gutter(row)}; a gutter's text says where the row begins.
   show(shown) {
     this.shown = shown;
-    this.draw();
+    soon(this.draw);
   }
 
-  draw() {
+  paint() {
     if (!this.shown) return;
     const { count, columns, colour, gutter } = this.shown;
     const ratio = window.devicePixelRatio || 1;
     const width = this.canvas.clientWidth || 500;
     const rows = Math.max(1, Math.ceil(count / columns));
     this.left = gutter ? 86 : 0;
-    this.cell = Math.max(2, Math.min(this.shown.largest || 14, Math.floor((width - this.left) / columns)));
-    this.height = Math.max(this.cell, Math.min(this.shown.tallest || 14, Math.floor(280 / rows)), 5);
+    this.cell = Math.min(this.shown.largest, (width - this.left - 2) / columns);
+    this.height = Math.max(5, Math.min(this.shown.tallest, Math.floor(320 / rows)));
     for (const canvas of [this.canvas, this.base]) {
       canvas.width = Math.round(width * ratio);
       canvas.height = Math.round((rows * this.height + 2) * ratio);
@@ -42,7 +57,7 @@ class Grid {
     pen.textBaseline = "middle";
     const soft = themed("--soft");
     const every = Math.ceil(13 / this.height);
-    const gap = this.cell > 5 && this.height > 5 ? 1 : 0;
+    const gap = this.cell > 4 && this.height > 4 ? 1 : 0;
     const zero = hatch(pen, themed("--zero"));
     for (let row = 0; row < rows; row++) {
       if (gutter && row % every === 0) {
@@ -52,21 +67,21 @@ class Grid {
       for (let column = 0; column < columns && row * columns + column < count; column++) {
         const found = colour(row * columns + column);
         if (!found) continue;
-        const box = [this.left + column * this.cell, 1 + row * this.height, this.cell - gap, this.height - gap];
+        const [from, to] = [column, column + 1].map((at) => this.left + Math.round(at * this.cell));
         pen.fillStyle = found === "zero" ? zero : found;
-        pen.fillRect(...box);
+        pen.fillRect(from, 1 + row * this.height, to - from - gap, this.height - gap);
       }
     }
-    this.blit();
+    this.stamp();
   }
 
-  blit() {
+  stamp() {
     const ratio = window.devicePixelRatio || 1;
     const pen = this.canvas.getContext("2d");
     pen.setTransform(1, 0, 0, 1, 0, 0);
     pen.clearRect(0, 0, this.canvas.width, this.canvas.height);
     pen.drawImage(this.base, 0, 0);
-    if (this.cursor === null || !this.shown || this.cursor >= this.shown.count) return;
+    if (this.cursor === null || !this.shown || !this.cell || this.cursor >= this.shown.count) return;
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     const [x, y] = this.corner(this.cursor);
     pen.lineWidth = 2;
@@ -78,16 +93,16 @@ class Grid {
 
   corner(cell) {
     const { columns } = this.shown;
-    return [this.left + (cell % columns) * this.cell, 1 + Math.floor(cell / columns) * this.height];
+    return [this.left + Math.round((cell % columns) * this.cell), 1 + Math.floor(cell / columns) * this.height];
   }
 
   mark(cell) {
     this.cursor = cell;
-    this.blit();
+    soon(this.blit);
   }
 
   pointed(event) {
-    if (!this.shown) return;
+    if (!this.shown || !this.cell) return;
     const box = this.canvas.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left - this.left) / this.cell);
     const row = Math.floor((event.clientY - box.top - 1) / this.height);
@@ -121,7 +136,12 @@ class Grid {
   }
 }
 
-const themed = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// Colours of the theme, asked for once: a canvas needs thousands.
+const palette = new Map();
+function themed(name) {
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return palette.get(name);
+}
 
 const hatches = new Map();
 function hatch(pen, colour) {
@@ -142,15 +162,16 @@ function hatch(pen, colour) {
   return pen.createPattern(hatches.get(colour), "repeat");
 }
 
-// Rows that follow a stride of the bytes shown, so that the picture has the memory's own columns.
+// Rows that follow a stride of the bytes shown, so that the picture has the memory's own columns; but not at the price of
+// cells that are more than twice as coarse as they need be.
 function rowsFor(length, strides, widest, tallest) {
+  let finest = 1;
+  while (Math.ceil(length / (finest * 64)) > tallest) finest *= 2;
   for (const stride of [...new Set(strides)].sort((a, b) => a - b)) {
     if (stride > length || Math.ceil(length / stride) > tallest) continue;
     for (let columns = Math.min(widest, stride); columns >= 16; columns--) {
-      if (stride % columns === 0) return { per: stride / columns, columns };
+      if (stride % columns === 0 && stride / columns <= 2 * finest) return { per: stride / columns, columns };
     }
   }
-  let per = 1;
-  while (Math.ceil(length / (per * 64)) > tallest) per *= 2;
-  return { per, columns: 64 };
+  return { per: finest, columns: 64 };
 }

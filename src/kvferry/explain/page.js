@@ -18,11 +18,12 @@ function make(tag, attributes = {}, ...children) {
 function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
-  while (value >= 9999.5 && at < units.length - 1) {
+  while (value >= 999.5 && at < units.length - 1) {
     value /= 1000;
     at += 1;
   }
-  return `${number(Math.round(value))} ${units[at]}`;
+  const shown = at && value < 100 ? value.toFixed(1) : number(Math.round(value));
+  return `${shown} ${units[at]}`;
 }
 
 const HUES = [212, 28, 150, 338, 265, 185, 48, 0, 100, 300];
@@ -31,6 +32,12 @@ function tint(index, shade = 0) {
   const dark = document.documentElement.dataset.theme === "dark";
   const light = dark ? [58, 46, 36][shade % 3] : [44, 58, 71][shade % 3];
   return `hsl(${hue} ${dark ? 55 : 62}% ${light}%)`;
+}
+
+// Paler than the tints of sources, which mean something else.
+function kindTint(index) {
+  const dark = document.documentElement.dataset.theme === "dark";
+  return `hsl(${(95 + index * 77) % 360} ${dark ? 22 : 34}% ${dark ? 32 - (index % 2) * 6 : 82 - (index % 2) * 6}%)`;
 }
 
 function swatch(kind, colour) {
@@ -118,7 +125,7 @@ class Page {
     byId("model").textContent = title.model;
     byId("sides").append(
       "prefill ", make("code", {}, title.prefill), " → decode ", make("code", {}, title.decode),
-      `   ${many(prefill.length, "rank")} → ${many(decode.length, "rank")}   `, make("span", { class: "proved" }, "✓ proved"),
+      make("span", { class: "apart" }, `${many(prefill.length, "rank")} → ${many(decode.length, "rank")}`), make("span", { class: "proved" }, "✓ proved"),
     );
     const sum = (values) => values.reduce((a, b) => a + b, 0);
     const moved = sum(plans.map((p) => sum(p.bytes)));
@@ -153,8 +160,10 @@ class Page {
       this.producer = index;
     }
     this.crossing.draw();
-    const layer = this.transfer.prefill[index].layers.get(this.layer);
-    if (layer) this.panes.prefill.visit(index, layer.name, layer.parts[0].region, this.panes.prefill.block);
+    const first = this.transfer.firstFrom(index, this.consumer, this.layer);
+    const layer = [...this.transfer.prefill[index].layers.values()][0];
+    if (first) this.showDecode(first.region, first.offset);
+    else if (layer) this.showPrefill(index, layer.parts[0].region, this.firstByte(layer.parts[0], 1 % layer.group.blocks, 0));
   }
 
   layerStrip() {
@@ -167,7 +176,7 @@ class Page {
         title: layer ? `${name}: ${kindOf(layer)}` : `${name}: not on this rank`, "data-layer": name,
       }, short);
       button.disabled = !layer;
-      if (layer) button.style.background = `color-mix(in srgb, ${tint(this.kinds.indexOf(kindOf(layer)))} 35%, var(--card))`;
+      if (layer) button.style.background = kindTint(this.kinds.indexOf(kindOf(layer)));
       return button;
     });
     strip.replaceChildren(...buttons);
@@ -176,7 +185,7 @@ class Page {
     const counts = new Map();
     for (const layer of this.here.layers.values()) counts.set(kindOf(layer), (counts.get(kindOf(layer)) || 0) + 1);
     byId("kinds").replaceChildren(...[...counts].map(([kind, count]) => legendItem(
-      swatch("", `color-mix(in srgb, ${tint(this.kinds.indexOf(kind))} 35%, var(--card))`), `${kind} (${many(count, "layer")})`)));
+      swatch("", kindTint(this.kinds.indexOf(kind))), `${kind} (${many(count, "layer")})`)));
     if (focused) this.markLayer(true);
   }
 
@@ -195,10 +204,11 @@ class Page {
     const layer = this.here.layers.get(name);
     const table = this.transfer.tables.decode.get(layer.group.id) || [];
     const tokens = layer.group.paging.tokens;
-    let place = tokens ? Math.min(Math.floor(this.token / tokens), table.length - 1) : 0;
-    while (place < table.length - 1 && table[place] < 0) place += 1;
-    const block = table.length && table[place] >= 0 ? table[place] : 0;
     this.walk.follow(layer);
+    const at = this.walk.loaded(layer);
+    if (tokens && at !== null) this.token = at;
+    const place = tokens ? Math.floor(this.token / tokens) : 0;
+    const block = table[place] >= 0 ? table[place] : 0;
     this.panes.decode.visit(this.consumer, name, layer.parts[0].region, block);
     this.showDecode(layer.parts[0].region, this.firstByte(layer.parts[0], block, tokens ? this.token % tokens : 0));
   }
@@ -257,19 +267,23 @@ class Page {
   join(meaning, origin) {
     const line = byId("join");
     line.dataset.kind = origin.kind;
+    const what = meaning ? `${meaning.part.layer.name} ${meaning.part.name}, ${placeWords(meaning)}: ` : "";
+    const say = (text) => {
+      line.textContent = what + text;
+    };
     if (origin.kind === "copy") {
       const source = this.transfer.meaning("prefill", origin.source, origin.region, origin.offset);
       const same = source && meaning && sameMeaning(meaning, source);
-      line.textContent = `Copied from prefill ${this.transfer.prefill[origin.source].label} in a run of ${many(origin.length, "byte")}`
+      say(`copied from prefill ${this.transfer.prefill[origin.source].label} in a run of ${many(origin.length, "byte")}`
         + `${origin.tokens ? ` for every ${origin.tokens === 1 ? "token" : `${origin.tokens} tokens`}` : ""}, neighbours merged where they touch. `
-        + `${same ? "Both manifests give the two bytes the same meaning." : "The manifests give the two bytes different meanings."}`;
+        + `${same ? "Both manifests give the two bytes the same meaning." : "The manifests give the two bytes different meanings."}`);
     } else if (origin.kind === "fill") {
-      line.textContent = meaning && meaning.scratch
-        ? "Filled with zeros: scratch that prefill never writes."
-        : "Filled with zeros: in a block that is loaded, but not copied for this request.";
-    } else if (!meaning) line.textContent = "Padding: no part lies here; never moved, never filled.";
-    else if (meaning.place === undefined) line.textContent = `Left alone: the request holds no block ${meaning.block} here.`;
-    else line.textContent = "Left alone: these tokens are not loaded by this request.";
+      say(meaning && meaning.scratch
+        ? "filled with zeros, as scratch that prefill never writes."
+        : "filled with zeros; the block is loaded, but this is not copied for this request.");
+    } else if (!meaning) say("Padding: no part of the request lies here; never moved, never filled.");
+    else if (meaning.place === undefined) say(`left alone; the request does not hold block ${meaning.block}.`);
+    else say("left alone; these tokens are not loaded by this request.");
   }
 
   goTo() {
@@ -287,10 +301,11 @@ class Page {
 
   colours() {
     const items = this.plan.sources.map((s) => legendItem(swatch("", this.sourceTint(s)), `from prefill ${this.transfer.prefill[s].label}`));
+    const parts = this.here.layers.has(this.layer) ? this.here.layers.get(this.layer).parts.map((p) => p.name) : [];
     if (items.length > 12) items.splice(12, items.length, legendItem("", `and ${this.plan.sources.length - 12} more`));
     byId("colours").replaceChildren(
       ...items,
-      legendItem("", "shades: parts"),
+      ...(parts.length > 1 ? [legendItem("", "shades:"), ...parts.slice(0, 6).map((name, i) => legendItem(swatch("", tint(0, i)), name))] : []),
       legendItem(swatch("zero"), "filled with zeros"),
       legendItem(swatch("other"), "held, not part of this"),
       legendItem(swatch("pad"), "padding"),
@@ -318,6 +333,11 @@ class Page {
     this.panes.decode.draw();
     this.colours();
   }
+}
+
+function placeWords({ token, axes }) {
+  const found = axes.map((a) => `${a.name} ${a.index}`);
+  return [...(token === undefined ? [] : [`token ${token}`]), ...found].join(", ");
 }
 
 function sameMeaning(one, other) {
@@ -394,7 +414,7 @@ class Crossing {
     const middle = x + (box - 3) / 2;
     if (box > 60) {
       item.append(make("text", { x: middle, y: y + 20 }, side.label), make("text", { x: middle, y: y + 36 }, many(side.packedLayers.length, "layer")));
-    } else if (box >= 14) item.append(make("text", { x: middle, y: y + tall / 2 + 4 }, String(side.tp)));
+    } else if (box >= 12) item.append(make("text", { class: box < 20 ? "tiny" : "", x: middle, y: y + tall / 2 + 4 }, String(side.tp)));
     return item;
   }
 
@@ -449,6 +469,8 @@ class Walk {
     this.page = page;
     this.root = byId("rows");
     this.lens = byId("lens").firstElementChild;
+    this.draw = () => soon(this.paintAll);
+    this.paintAll = () => this.paintRows();
     this.root.addEventListener("keydown", (event) => this.key(event));
     byId("walk-legend").replaceChildren(
       legendItem(swatch("copied"), "copied"), legendItem(swatch("zero"), "filled with zeros"),
@@ -498,7 +520,7 @@ class Walk {
     row.canvas = canvas;
     const { tokens } = row.group.paging;
     const layers = row.need ? many(row.need.layers.length, "layer") : "layers of decode alone";
-    const how = row.need && tokens ? reachWords(row.need.reach) : tokens ? "" : "one state";
+    const how = row.need && tokens ? reachWords(row.need.reach) : "";
     const from = row.srcGroup && row.srcGroup.paging.tokens;
     const blocks = !tokens ? "the state after the last loaded token"
       : !from || from === tokens ? `blocks of ${number(tokens)} tokens` : `blocks of ${number(from)} → ${number(tokens)} tokens`;
@@ -508,7 +530,7 @@ class Walk {
     return row.element;
   }
 
-  draw() {
+  paintRows() {
     this.rows.forEach((row, i) => {
       row.element.classList.toggle("active", i === this.active);
       this.paint(row.canvas, row, 0, this.stop, false);
@@ -547,14 +569,14 @@ class Walk {
       const size = group.paging.tokens;
       const table = transfer.tables[name].get(group.id) || [];
       const wide = size / (high - low) * width;
-      for (let place = Math.floor(low / size); place < table.length && place * size < high; place++) {
+      const step = Math.max(1, Math.floor(0.7 / wide));
+      for (let place = Math.floor(low / size); place < table.length && place * size < high; place += step) {
         const [from, to] = [x(cut(place * size)), x(cut((place + 1) * size))];
         if (table[place] < 0) {
           pen.strokeStyle = themed("--soft");
           pen.setLineDash([2, 3]);
           pen.strokeRect(from + 0.5, y + 0.5, Math.max(1, to - from - 1), band - 1);
           pen.setLineDash([]);
-          if (wide < 3) place += Math.floor(3 / wide);
           continue;
         }
         pen.fillStyle = themed(place % 2 ? "--block-b" : "--block-a");
@@ -665,6 +687,14 @@ class Walk {
     this.tell();
   }
 
+  // The chosen token if the layer's row copies it; else the first one that it does copy, or null.
+  loaded(layer) {
+    const row = this.rows[this.active];
+    const { token } = this.page;
+    if (!row || row.group.id !== layer.group.id || row.copied.some(([low, high]) => low <= token && token < high)) return null;
+    return row.copied.length ? row.copied[0][0] : row.filled.length ? row.filled[0][0] : null;
+  }
+
   open() {
     const row = this.rows[this.active];
     if (!row) return;
@@ -700,6 +730,23 @@ class Walk {
     this.root.setAttribute("aria-valuetext", text);
   }
 
+  why(row, token) {
+    const { tables, request } = this.page.transfer;
+    if (!row.srcGroup) return "no prefill rank has these layers";
+    const kept = tables.prefill.get(row.srcGroup.id) || [];
+    if (kept[Math.floor(token / row.srcGroup.paging.tokens)] < 0) {
+      return `prefill keeps no block for it, and these layers look back to token ${number(firstNeeded(row.need.reach, request.tokens))} only`;
+    }
+    return row.need.per_entry > 1 ? `its entry of ${row.need.per_entry} tokens is not complete` : "these layers do not look back so far";
+  }
+
+  // A block that is not whole must not become findable.
+  found(row, token) {
+    const place = Math.floor(token / row.group.paging.tokens);
+    const lost = this.page.plan.unhashable[row.group.id] || [];
+    return lost.some(([low, high]) => low <= place && place < high) ? " The block is not whole, so it is kept from being found by its hash." : "";
+  }
+
   words(row, token) {
     const { transfer } = this.page;
     const { tokens, start } = transfer.request;
@@ -719,12 +766,12 @@ class Walk {
     if (inside(row.copied)) {
       const entry = row.need && row.need.per_entry > 1 ? ` One entry stands for ${row.need.per_entry} tokens.` : "";
       const needed = firstNeeded(row.need.reach, tokens);
-      const extra = token < needed ? ` These layers look back to token ${number(needed)} only; the block is completed because others may find it by its hash.` : "";
-      return `${lead}copied from ${held("prefill", row.srcGroup)} to ${held("decode", row.group)}.${entry}${extra}`;
+      const extra = token < needed && !this.found(row, token) ? ` These layers look back to token ${number(needed)} only; the block is completed because others may find it by its hash.` : "";
+      return `${lead}copied from ${held("prefill", row.srcGroup)} to ${held("decode", row.group)}.${entry}${extra}${this.found(row, token)}`;
     }
     if (token > tokens) return `${lead}past the prompt: ${inside(row.filled) ? "the rest of a loaded block, filled with zeros." : "nothing is loaded."}`;
     if (token === tokens) return `${lead}the prompt's last one; decode computes it itself. ${inside(row.filled) ? "Until then its slot holds zeros." : ""}`;
-    if (inside(row.filled)) return `${lead}filled with zeros in ${held("decode", row.group)}: ${row.srcGroup ? "its entry is not complete, or not needed" : "no prefill rank has these layers"}.`;
+    if (inside(row.filled)) return `${lead}filled with zeros in ${held("decode", row.group)}: ${this.why(row, token)}.${this.found(row, token)}`;
     if (token < start) return `${lead}decode has it already.`;
     const first = row.need ? firstNeeded(row.need.reach, tokens) : 0;
     return `${lead}not loaded. ${token < first ? `These layers look back to token ${number(first)} only.` : "No block is kept for it."}`;
@@ -752,7 +799,7 @@ class Pane {
     this.pagesLabel = make("span");
     this.bytesLabel = make("span");
     this.tabs = make("span", { class: "tabs" });
-    this.facts = make("dl", { class: "facts", id: `facts-${name}`, "aria-live": "polite" });
+    this.facts = make("dl", { class: "facts", id: `facts-${name}` });
     const closer = make("button", { type: "button", "aria-label": "look closer", onclick: () => this.zoom(1) }, "+");
     const back = make("button", { type: "button", "aria-label": "step back", onclick: () => this.zoom(-1) }, "−");
     this.buttons = { closer, back };
@@ -801,6 +848,7 @@ class Pane {
 
   none(why) {
     this.cells.mark(null);
+    this.root.classList.toggle("empty", !this.window);
     this.where.textContent = why;
     this.facts.replaceChildren();
   }
@@ -808,7 +856,7 @@ class Pane {
   centre(offset, length) {
     const whole = this.whole.stop - this.whole.start;
     const wanted = Math.min(whole, length);
-    const { per, columns } = rowsFor(wanted, this.strides(), 96, 48);
+    const { per, columns } = rowsFor(wanted, this.strides(), 96, 64);
     const row = per * columns;
     const rows = Math.min(Math.ceil(wanted / row), Math.ceil(whole / row));
     const first = Math.max(0, Math.min(Math.ceil(whole / row) - rows, Math.floor((offset - this.whole.start) / row) - Math.floor(rows / 2)));
@@ -834,6 +882,7 @@ class Pane {
 
   draw() {
     if (!this.window) return;
+    this.root.classList.remove("empty");
     this.title.replaceChildren(`${this.name} ${this.side.label}`);
     if (this.name === "prefill") this.title.prepend(swatch("", this.page.sourceTint(this.rank)));
     this.page.colours();
@@ -846,7 +895,7 @@ class Pane {
     const layer = this.side.layers.get(this.layer);
     const { blocks } = layer.group;
     const owners = this.page.transfer.places[this.name];
-    const per = Math.max(1, Math.ceil(blocks / 512));
+    const per = Math.max(1, Math.ceil(blocks / 1024));
     const [mine, others] = [themed("--accent"), themed("--other")];
     const overlaid = [...owners].filter(([id]) => id !== layer.group.id && [...this.side.layers.values()].some((l) => l.group.id === id && l.parts.some((p) => p.region === this.region)));
     const free = themed("--pad");
@@ -875,7 +924,7 @@ class Pane {
 
   drawBytes() {
     const { start, length } = this.window;
-    const { per, columns } = rowsFor(length, this.strides(), 96, 48);
+    const { per, columns } = rowsFor(length, this.strides(), 96, 64);
     this.window.per = per;
     const { page, name, rank, region } = this;
     const other = themed("--other");
@@ -899,7 +948,7 @@ class Pane {
     this.buttons.closer.disabled = per === 1;
     this.buttons.back.disabled = length === whole;
     this.cells.show({
-      count: Math.ceil(length / per), columns, largest: 12, tallest: 14,
+      count: Math.ceil(length / per), columns, largest: 16, tallest: 16,
       colour: (cell) => colour(start + cell * per), gutter: (row) => `+${number(start - this.whole.start + row * columns * per)}`,
     });
   }
@@ -963,6 +1012,7 @@ function start() {
   let page = null;
   const paint = (theme) => {
     root.dataset.theme = theme;
+    palette.clear();
     button.textContent = theme === "dark" ? "light theme" : "dark theme";
     button.setAttribute("aria-pressed", theme === "dark");
     if (page) page.redraw();
@@ -971,6 +1021,7 @@ function start() {
   dark.addEventListener("change", () => paint(dark.matches ? "dark" : "light"));
   button.addEventListener("click", () => paint(root.dataset.theme === "dark" ? "light" : "dark"));
   page = new Page(new Transfer(JSON.parse(byId("document").textContent)));
+  globalThis.kvferry = page;
   let waiting = 0;
   window.addEventListener("resize", () => {
     clearTimeout(waiting);

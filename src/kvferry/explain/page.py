@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
@@ -31,13 +32,7 @@ def page(document: Mapping[str, Any]) -> str:
         "script": script,
         "document": _quoted(document),
     }
-    out = _text("page.html")
-    for name, value in slots.items():
-        before, mark, after = out.partition(f"{{{{{name}}}}}")
-        if not mark:
-            raise LookupError(f"page.html has no place for the {name}")
-        out = before + value + after
-    return out
+    return re.sub(r"{{(\w+)}}", lambda slot: slots[slot[1]], _text("page.html"))
 
 
 def _text(name: str) -> str:
