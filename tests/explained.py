@@ -137,6 +137,27 @@ def address(manifest: dict, meaning: Meaning) -> tuple[int, int]:
     return part["region"], offset
 
 
+def held(manifest: dict, tables: dict, region: int) -> tuple[np.ndarray, np.ndarray]:
+    """For every byte of a region: whether it lies in a block that the request holds, and whether a part of that block's group
+    has it. The parts of the region share their block stride."""
+    length = manifest["regions"][region]["length"]
+    block, part_of = np.zeros(length, bool), np.zeros(length, bool)
+    for layer in manifest["layers"]:
+        for part in layer["parts"]:
+            if part["region"] != region:
+                continue
+            shape, stride = manifest["shapes"][part["shape"]], part["block_stride"]
+            at = np.arange(shape["element"]["bytes"])
+            for axis in (*shape["axes"], *([shape["token"]] if shape["token"] else [])):
+                for count, step in axis["digits"]:
+                    at = (at[:, None] + np.arange(count) * step).reshape(-1)
+            for place in tables[str(layer["group"])]:
+                if place >= 0:
+                    block[place * stride : (place + 1) * stride] = True
+                    part_of[part["offset"] + place * stride + at] = True
+    return block, part_of
+
+
 def stepped(digits: list, index: int) -> int:
     offset = 0
     for count, stride in reversed(digits):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import chromium
-from explained import OTHERS, SAMPLES, SIDES, Meaning, address, columns, outcome, samples, shown, transfer
+from explained import OTHERS, SAMPLES, SIDES, Meaning, address, columns, held, outcome, samples, shown, transfer
 from kvferry.cli.plan import Shown
 from kvferry.explain import Title, document, page
 from kvferry.models import Side, load_model
@@ -138,6 +138,23 @@ def test_scattered_blocks_holes_and_tokens_held_already_are_traced(browser, tmp_
     found.request = Request(found.request.tokens, src, dst, start=64)
     found.bindings = [Binder(plan).bind(found.request) for plan in found.plans]
     check_bytes(browser, tmp_path, found, json.loads(msgspec.json.encode(found.document())))
+
+
+def test_padding_of_a_held_block_is_nobodys(browser, tmp_path):
+    """Groups lie over each other: what another group would keep in a block that it does not hold is no part of it."""
+    found = shown("granite-4.0-h-tiny", "tp=2", "tp=4", 60)
+    plan = json.loads(msgspec.json.encode(found.document()))
+    manifest, tables = plan["manifests"]["decode"][0], plan["request"]["tables"]["decode"]
+    block, part = held(manifest, tables, 0)
+    padding, used = np.flatnonzero(block & ~part), np.flatnonzero(part)
+    assert len(padding)
+    random = np.random.default_rng(1)
+    asked = [*random.choice(padding, 40).tolist(), *random.choice(used, 40).tolist()]
+    tab = browser.open(written(tmp_path, found.producers, found.consumers, found.request))
+    answers = tab.value(f"({ASK})({json.dumps([(0, 0, at) for at in asked])})")
+    assert [Meaning.read(a["decode"]["facts"]) is None for a in answers] == [True] * 40 + [False] * 40
+    assert all(a["join"].startswith("Padding") for a in answers[:40])
+    tab.close()
 
 
 def boxes(tab, selector: str) -> list[dict]:

@@ -62,7 +62,7 @@ class Grid {
     for (let row = 0; row < rows; row++) {
       if (gutter && row % every === 0) {
         pen.fillStyle = soft;
-        pen.fillText(gutter(row), 0, row * this.height + this.height / 2 + 1);
+        pen.fillText(gutter(row), 0, Math.max(6, row * this.height + this.height / 2 + 1));
       }
       for (let column = 0; column < columns && row * columns + column < count; column++) {
         const found = colour(row * columns + column);

@@ -307,7 +307,7 @@ class Page {
       ...items,
       ...(parts.length > 1 ? [legendItem("", "shades:"), ...parts.slice(0, 6).map((name, i) => legendItem(swatch("", tint(0, i)), name))] : []),
       legendItem(swatch("zero"), "filled with zeros"),
-      legendItem(swatch("other"), "held, not part of this"),
+      legendItem(swatch("other"), "held, not touched by this rank's load"),
       legendItem(swatch("pad"), "padding"),
     );
   }
