@@ -184,7 +184,7 @@ def shown_byte(tab, side: str) -> int:
     )
 
 
-def test_pointing_at_a_byte_marks_the_one_it_comes_from(tab, small):
+def test_pointing_at_a_byte_marks_the_one_it_comes_from(tab):
     plan = json.loads(msgspec.json.encode(shown("llama-3.1-8b", "tp=2", "tp=1,layout=token", 500).document()))
     rank = columns(plan["request"]["ranks"][0])
     frame(tab)
@@ -206,7 +206,7 @@ def test_pointing_at_a_byte_marks_the_one_it_comes_from(tab, small):
     assert owners == {0, 1}
 
 
-def test_pointing_at_a_prefill_byte_shows_where_it_goes(tab, small):
+def test_pointing_at_a_prefill_byte_shows_where_it_goes(tab):
     plan = json.loads(msgspec.json.encode(shown("llama-3.1-8b", "tp=2", "tp=1,layout=token", 500).document()))
     rank = columns(plan["request"]["ranks"][0])
     frame(tab)
@@ -225,6 +225,24 @@ def test_a_byte_that_another_rank_reads_says_so(browser, tmp_path):
     assert tab.value("document.querySelector('#pane-decode h3').textContent") == "decode tp1"
     assert tab.complaints() == []
     tab.close()
+
+
+def test_choosing_a_prefill_rank_shows_a_byte_that_comes_from_it(tab):
+    tab.point(*centre(tab, 'g[aria-label="prefill ranks"] .rank:nth-of-type(2)'), click=True)
+    assert tab.value("document.querySelector('#pane-prefill h3').textContent") == "prefill tp1"
+    assert "copied from prefill tp1" in tab.value("document.getElementById('join').textContent")
+    assert tab.value("document.querySelector('#facts-decode [data-fact=axes]').textContent") == "head 4, dim 0"
+
+
+def test_pointing_at_a_token_tells_its_blocks_and_a_click_shows_its_bytes(tab):
+    x, y = centre(tab, ".row canvas")
+    tab.point(x, y, click=True)
+    found = tab.value("document.getElementById('token').textContent")
+    token = int(re.match(r"Token (\d+), group 0, 32 layers: copied", found)[1])
+    assert 200 < token < 300
+    assert f"to decode block {1 + token // 16}, slot {token % 16}" in found
+    for side in ("prefill", "decode"):
+        assert tab.value(f"document.querySelector('#facts-{side} [data-fact=token]').textContent") == str(token)
 
 
 def test_everything_is_reached_with_the_tab_key_in_reading_order(tab):

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 _FILES: Final = files("kvferry.explain")
-_SCRIPTS: Final = ("arithmetic.js", "grid.js", "page.js")
+_SCRIPTS: Final = ("arithmetic.js", "words.js", "grid.js", "crossing.js", "walk.js", "pane.js", "page.js")
 
 
 def page(document: Mapping[str, Any]) -> str:
