@@ -101,7 +101,13 @@ def test_what_a_rank_reads_is_counted_as_the_plan_counts_it(model):
     measures = {m["label"]: m["ranks"] for m in direct["measures"]}
     assert list(measures["descriptors"]) == [sum(len(c) for c in b.copies) for b in found.bindings]
     assert list(measures["read"]) == [b.bytes for b in found.bindings]
-    assert {m["label"]: set(m["ranks"]) for m in mapped["measures"]}["launches"] <= {0, 1}
+    measures = {m["label"]: m["ranks"] for m in mapped["measures"]}
+    assert list(measures["moved"]) == [b.bytes for b in found.bindings]
+    for launches, mapped_ranks, plan in zip(
+        measures["launches"], measures["prefill ranks mapped"], explained["plans"], strict=True
+    ):
+        assert mapped_ranks == len(plan["sources"])
+        assert sum(moved > 0 for moved in plan["bytes"]) <= launches < 12 * max(1, len(plan["sources"]))
 
 
 def test_very_many_runs_are_counted_before_merging_instead_of_refused():

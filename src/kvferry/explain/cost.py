@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from kvferry.plan import Binder, Plan, Request, Spans
+from kvferry.plan import Binder, Plan, Request, Spans, Tiles
 from kvferry.plan.rows import PreparedRows
+from kvferry.strategy.moves import Bound, Moves
 from kvferry.strided import Ints
 
 MOST_MERGED: Final = 2_000_000
@@ -21,6 +22,7 @@ class Load:
 
     plan: Plan
     spans: Spans
+    tiles: Mapping[tuple[int, int], Tiles]
     bytes: tuple[int, ...]
     runs: tuple[int, ...]
     merged: bool
@@ -43,7 +45,17 @@ class Load:
         if merged:
             runs = [len(copies) for copies in binder.bind(request).copies]
         fills = loading.fills
-        return cls(plan, binder.spans(request), tuple(moved), tuple(runs), merged, fills.bytes, len(fills), loading.unhashable)
+        return cls(
+            plan,
+            binder.spans(request),
+            loading.tiles,
+            tuple(moved),
+            tuple(runs),
+            merged,
+            fills.bytes,
+            len(fills),
+            loading.unhashable,
+        )
 
 
 @dataclass(frozen=True)
@@ -90,16 +102,27 @@ def direct(loads: Sequence[Load]) -> Strategy:
 
 
 def mapped(loads: Sequence[Load]) -> Strategy:
+    found = [[_bound(load, source) for source in range(len(load.plan.sources))] for load in loads]
     return Strategy(
         "mapped",
-        "One machine, CUDA: the decode rank maps the prefill ranks' memory once and moves a whole load in one launch.",
+        "On one machine: the prefill ranks' memory is mapped once, and a load is copied out of it, on a GPU by a kernel.",
         (
-            Measure("prefill ranks mapped", "once per pair of ranks", tuple(len(load.plan.sources) for load in loads)),
-            Measure("launches", "for this request, however many runs it has", tuple(int(any(load.bytes)) for load in loads)),
+            Measure("prefill ranks mapped", "once per pair of ranks", tuple(map(len, found))),
+            Measure(
+                "launches",
+                "for this request: for every prefill rank one, or one for each form that its runs have",
+                tuple(sum(len(bound.launches) for bound in sources) for sources in found),
+            ),
+            Measure("table", "bytes that say where tiles lie", tuple(sum(b.table.nbytes for b in s) for s in found), "B"),
             Measure("moved", "bytes", tuple(sum(load.bytes) for load in loads), "B"),
             Measure("filled", "bytes zeroed", tuple(load.filled for load in loads), "B"),
         ),
     )
+
+
+def _bound(load: Load, source: int) -> Bound:
+    theirs, ours = load.plan.sources[source].regions, load.plan.consumer.regions
+    return Moves(load.plan, source, lambda i: theirs[i].address, lambda i: ours[i].address).bind(load.tiles)
 
 
 def _rows(plan: Plan, source: int) -> int:
