@@ -27,7 +27,6 @@ class Load:
     runs: tuple[int, ...]
     merged: bool
     filled: int
-    fills: int
     unhashable: Mapping[int, Ints]
 
     @classmethod
@@ -44,18 +43,8 @@ class Load:
         merged = sum(runs) <= most
         if merged:
             runs = [len(copies) for copies in binder.bind(request).copies]
-        fills = loading.fills
-        return cls(
-            plan,
-            binder.spans(request),
-            loading.tiles,
-            tuple(moved),
-            tuple(runs),
-            merged,
-            fills.bytes,
-            len(fills),
-            loading.unhashable,
-        )
+        filled, lost = loading.fills.bytes, loading.unhashable
+        return cls(plan, binder.spans(request), loading.tiles, tuple(moved), tuple(runs), merged, filled, lost)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ class Page {
     this.layer = null;
     this.row = 0;
     this.token = 0;
+    this.legend = () => this.colours();
     this.crossing = new Crossing(this);
     this.walk = new Walk(this);
     this.panes = { prefill: new Pane(this, "prefill"), decode: new Pane(this, "decode") };

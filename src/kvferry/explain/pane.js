@@ -99,7 +99,7 @@ class Pane {
     this.root.classList.remove("empty");
     this.title.replaceChildren(`${this.name} ${this.side.label}`);
     if (this.name === "prefill") this.title.prepend(swatch("", this.page.sourceTint(this.rank)));
-    this.page.colours();
+    soon(this.page.legend);
     this.drawPages();
     this.drawTabs();
     this.drawBytes();

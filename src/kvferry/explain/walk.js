@@ -71,6 +71,7 @@ class Walk {
       this.paint(row.canvas, row, 0, this.stop, false);
     });
     const row = this.rows[this.active];
+    if (row) this.reveal(row.element);
     byId("lens").hidden = !row || !row.group.paging.tokens;
     if (!byId("lens").hidden) {
       const wide = 40;
@@ -217,10 +218,7 @@ class Walk {
 
   follow(layer) {
     const index = this.rows.findIndex((r) => r.group.id === layer.group.id && r.need && r.need.layers.includes(layer.name));
-    if (index >= 0) {
-      this.active = this.page.row = index;
-      this.reveal(this.rows[index].element);
-    }
+    if (index >= 0) this.active = this.page.row = index;
     this.draw();
     this.tell();
   }
@@ -259,10 +257,8 @@ class Walk {
     const to = { ArrowLeft: at - 1, ArrowRight: at + 1, PageDown: at + block, PageUp: at - block, Home: 0, End: tokens }[event.key];
     const other = { ArrowUp: this.active - 1, ArrowDown: this.active + 1 }[event.key];
     if (to !== undefined) this.set(Math.max(0, Math.min(tokens, to)), this.active);
-    else if (other !== undefined && this.rows[other]) {
-      this.set(at, other);
-      this.reveal(this.rows[other].element);
-    } else if (event.key === "Enter") this.open();
+    else if (other !== undefined && this.rows[other]) this.set(at, other);
+    else if (event.key === "Enter") this.open();
     else if (other === undefined) return;
     event.preventDefault();
   }
