@@ -28,7 +28,7 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-core: setup
+test-core: setup browser
 	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) --cov --cov-report=term
 
 test: lint test-core test-vllm ## all checks: lint, types, tests, certification against vLLM
@@ -42,4 +42,5 @@ bench: setup ## preparing, moving and binding against named baselines, as ratios
 clean: ## remove what was built
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
 
+include browser.mk
 include vllm.mk

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 import oracle
 from kvferry import manifest as m
-from kvferry.plan import Binder, Binding, Fills, Fleet, Plan, Request, make_plans, routes
+from kvferry.plan import Binder, Binding, Fills, Fleet, Grain, Plan, Request, make_plans, routes
 from kvferry.plan.rows import PreparedRows, Rows
 
 FAR = 1 << 40
@@ -169,6 +170,7 @@ def ferry(case: oracle.Case) -> Outcome:
         assert 0 <= binding.useful_bytes <= binding.bytes, "more bytes are useful than are copied"
         unhashable = {group: set(positions.tolist()) for group, positions in binding.unhashable.items()}
         assert unhashable == wanted.unhashable
+        check_spans(binder, binding, request_of(case))
         out.bindings.append(binding)
         out.moved += binding.bytes
     check_routes(out)
@@ -214,6 +216,24 @@ def insist(copies: Iterable[Copy], fills: Fills, world: oracle.World, rank: tupl
     found = list(oracle.differences(world.consumers[rank].buffers, world.expected[rank].memory.buffers))
     assert not found, f"consumer {rank}: " + "; ".join(found)
     assert all(w.max(initial=0) <= 1 for w in written), "a byte was written twice"
+
+
+def check_spans(binder: Binder, binding: Binding, request: Request) -> None:
+    """The tokens that are said to be copied and filled have, at the finest grain, as many bytes as are."""
+    spans = binder.spans(request)
+    copied = [0] * len(binder.plan.sources)
+    for edge, tokens in zip(binder.plan.edges, spans.copied, strict=True):
+        copied[edge.source] += bytes_of(edge.grains[-1], tokens)
+    assert copied == [copies.bytes for copies in binding.copies]
+    filled = [bytes_of(fill.grains[-1], tokens) for fill, tokens in zip(binder.plan.fills, spans.filled, strict=True)]
+    assert sum(filled) == binding.fills.bytes
+
+
+def bytes_of(grain: Grain, tokens: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]) -> int:
+    tile = sum(run.length * prod(count for count, _, _ in run.repeats) for run in grain.runs)
+    size = grain.tokens or 1
+    assert not any((edge % size).any() for edge in tokens)
+    return tile * int((tokens[1] - tokens[0]).sum()) // size
 
 
 def check_routes(out: Outcome) -> None:

@@ -103,6 +103,8 @@ def test_verify_covers_the_zoo_by_default_with_enough_pairs():
         ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=1,kv=transposed", "--decode", "tp=1", "--tokens", "100000"),
         ("plan", "--model", "", "--prefill", "tp=1", "--decode", "tp=1"),
         ("verify", "--model", "llama-3.1-8b", "--decode", "layout=sideways"),
+        ("explain", "--model", "no-such-model", "--prefill", "tp=1", "--decode", "tp=1"),
+        ("explain", "--plan", "/no/such/plan.json"),
         ("frobnicate",),
     ],
     ids=" ".join,

@@ -1,5 +1,5 @@
-"""The command line: `plan` shows a transfer, `verify` proves pairs of layouts, `certify` sees what vLLM keeps where, `demo`
-carries requests, `bench` measures."""
+"""The command line: `plan` and `explain` show a transfer, `verify` proves pairs of layouts, `certify` sees what vLLM keeps where,
+`demo` carries requests, `bench` measures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from kvferry.cli.bench import bench_app
 from kvferry.cli.certify import certify_command
 from kvferry.cli.demo import demo_command
+from kvferry.cli.explain import explain_command
 from kvferry.cli.output import complain
 from kvferry.cli.plan import plan_command
 from kvferry.cli.verify import verify_command
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("plan")(plan_command)
+app.command("explain")(explain_command)
 app.command("verify")(verify_command)
 app.command("certify")(certify_command)
 app.command("demo")(demo_command)

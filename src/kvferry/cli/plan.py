@@ -12,10 +12,9 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from kvferry.cli.output import show, show_json
-from kvferry.cli.request import blocks_needed, example_request
+from kvferry.cli.request import example_request, sized_manifests
 from kvferry.errors import SideError
-from kvferry.manifest import Manifest
-from kvferry.models import ModelShape, Side, load_model, manifests
+from kvferry.models import ModelShape, Side, load_model
 from kvferry.plan import Binder, Binding, Fleet, Plan, Request, Route, make_plans, routes
 from kvferry.plan.explain import Cost, Read, costs, reads
 
@@ -49,8 +48,8 @@ class Shown:
 
     def __init__(self, model: ModelShape, prefill: Side, decode: Side, prompt: int) -> None:
         self.model, self.prefill, self.decode, self.prompt = model, prefill, decode, prompt
-        self.producers = _sized(model, prefill, "prefill", prompt)
-        self.consumers = _sized(model, decode, "decode", prompt)
+        self.producers = sized_manifests(model, prefill, "prefill", prompt)
+        self.consumers = sized_manifests(model, decode, "decode", prompt)
         self.fleet = Fleet(self.producers)
         self.plans: Sequence[Plan] = make_plans(self.consumers, self.fleet)
         self.routes: Sequence[Route] = routes(self.fleet, self.consumers)
@@ -133,12 +132,6 @@ class Shown:
                 f"{sum(len(lost) for lost in binding.unhashable.values()):,}",
             )
         return table
-
-
-def _sized(model: ModelShape, side: Side, engine: str, prompt: int) -> tuple[Manifest, ...]:
-    """A side's manifests with as many blocks as the request takes."""
-    groups = manifests(model, side, engine=engine, blocks=2)[0].groups
-    return manifests(model, side, engine=engine, blocks=blocks_needed(groups, prompt))
 
 
 def _bound(plan: Plan, binding: Binding, ordinal: dict[Any, int]) -> dict[str, Any]:

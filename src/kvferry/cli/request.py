@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvferry.manifest import HOLE, Manifest
 from kvferry.manifest.schema import Group
+from kvferry.models import ModelShape, Side, manifests
 from kvferry.plan import Request
 
 
@@ -28,6 +29,12 @@ def block_tables(groups: Sequence[Group], tokens: int) -> dict[int, list[int]]:
         tables[group.id] = [HOLE] * first + list(range(free, free + stop - first))
         free += stop - first
     return tables
+
+
+def sized_manifests(model: ModelShape, side: Side, engine: str, tokens: int) -> tuple[Manifest, ...]:
+    """A side's manifests with as many blocks as a request of `tokens` tokens takes."""
+    groups = manifests(model, side, engine=engine, blocks=2)[0].groups
+    return manifests(model, side, engine=engine, blocks=blocks_needed(groups, tokens))
 
 
 def example_request(producer: Manifest, consumer: Manifest, prompt: int) -> Request:

@@ -1,6 +1,6 @@
 """Which bytes go where, once per pair of peers and once per request: plan, proof, binding."""
 
-from kvferry.plan.bind import Binder, Binding, Copies, Fills, Loading, Request, Tiles, bind
+from kvferry.plan.bind import Binder, Binding, Copies, Fills, Loading, Request, Spans, Tiles, bind
 from kvferry.plan.choose import Fleet, Route, routes
 from kvferry.plan.make import make_plan, make_plans
 from kvferry.plan.prove import prove
@@ -22,6 +22,7 @@ __all__ = [
     "Request",
     "Route",
     "Run",
+    "Spans",
     "Tiles",
     "bind",
     "make_plan",

@@ -21,7 +21,7 @@ from kvferry.manifest.schema import HOLE, Group
 from kvferry.plan.columns import Columns, expanded
 from kvferry.plan.intervals import Intervals, cut_at, integers, interval, subtract, union
 from kvferry.plan.overlay import Claim, Ids, Overlay
-from kvferry.plan.schema import Edge, Need, Plan
+from kvferry.plan.schema import Edge, Fill, Need, Plan
 from kvferry.strided import Ints, merge, offsets, size
 
 Table = Sequence[int] | npt.NDArray[np.integer] | int
@@ -117,6 +117,14 @@ class Loading:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """The tokens that each edge copies and each fill zeroes, in the plan's order; of a state, [0, 1) or nothing."""
+
+    copied: tuple[Intervals, ...]
+    filled: tuple[Intervals, ...]
+
+
+@dataclass(frozen=True)
 class _Range:
     """Tokens of one need in one group: copied intervals, the first one wanted, the first that its layers really read."""
 
@@ -180,6 +188,17 @@ class Binder:
     def tiles(self, request: Request) -> dict[tuple[int, int], Tiles]:
         """The tiles to copy, by (edge, level of its grains)."""
         return self._tiles(request)[0]
+
+    def spans(self, request: Request) -> Spans:
+        """Which tokens a request copies and fills, for those who explain it: the work of tiles and runs left undone."""
+        tiles, ranges = self._tiles(request)
+        self._load(request, ranges)
+        moved = {i for i, _ in tiles}
+        tokens = {key: found.copied for key, found in ranges.needs.items()}
+        return Spans(
+            tuple(tokens.get((e.dst_group, e.need), interval(0, int(i in moved))) for i, e in enumerate(self.plan.edges)),
+            tuple(self._filled(fill, ranges) for fill in self.plan.fills),
+        )
 
     def _tiles(self, request: Request) -> tuple[dict[tuple[int, int], Tiles], _Ranges]:
         ranges = _Ranges()
@@ -304,16 +323,24 @@ class Binder:
             if not group.tokens:
                 parts.append(self._place(self._fills[i][0], Tiles(table, _ORIGIN, table, _ORIGIN)))
                 continue
-            bad = ranges.holes[fill.group]
-            if fill.need is not None and (fill.group, fill.need) in ranges.needs:
-                bad = union(bad, ranges.needs[fill.group, fill.need].copied)
             grains = [grain.tokens for grain in fill.grains]
-            for level, cut in enumerate(cut_at(subtract(*ranges.loaded[fill.group], bad), grains)):
+            for level, cut in enumerate(cut_at(self._filled(fill, ranges), grains)):
                 block, tile = _placed(table, cut, group.tokens // grains[level])
                 if len(block):
                     parts.append(self._place(self._fills[i][level], Tiles(block, tile, block, tile)))
         _, _, region, offset, length = _merged(parts)
         return Fills(region, offset, length)
+
+    def _filled(self, fill: Fill, ranges: _Ranges) -> Intervals:
+        """The tokens of loaded blocks that a fill zeroes: all, or those that were not copied for its need."""
+        if fill.group not in ranges.loaded:
+            return interval(0, 0)
+        if not self._dst_groups[fill.group].tokens:
+            return interval(0, 1)
+        bad = ranges.holes[fill.group]
+        if fill.need is not None and (fill.group, fill.need) in ranges.needs:
+            bad = union(bad, ranges.needs[fill.group, fill.need].copied)
+        return subtract(*ranges.loaded[fill.group], bad)
 
     def _place(self, columns: Columns, tiles: Tiles) -> tuple[Ints, ...]:
         """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged.
