@@ -1,5 +1,5 @@
-"""The command line: `plan` and `explain` show a transfer, `verify` proves pairs of layouts, `certify` sees what vLLM keeps where,
-`demo` carries requests, `bench` measures."""
+"""The command line: `plan` and `explain` show a transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo`
+carries requests, `bench` measures."""
 
 from __future__ import annotations
 
