@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from kvferry.bench.machine import Machine
 from kvferry.bench.plot import svg
 from kvferry.bench.serve import client, report, result, scatter, stats
-from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, chosen, defined, turns
+from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, STOCK_STATES, chosen, defined, turns
 from kvferry.bench.serve.engine import Engine
 from kvferry.bench.serve.models import SHAPES, model
 from kvferry.bench.serve.result import Record, Row, Run, Settings
@@ -136,7 +136,7 @@ def test_an_arm_that_reads_over_nixl_alone_says_so_in_one_place():
 
 def test_an_arm_can_be_defined_like_another():
     arm = defined('stock-8={"like": "stock-64", "settings": {"num_threads": 8}, "flags": ["--x"], "environment": {"A": "1"}}')
-    assert (arm.name, arm.block, arm.flags, arm.environment) == ("stock-8", 64, ("--x",), {"A": "1"})
+    assert (arm.name, arm.block, arm.flags, arm.environment) == ("stock-8", 64, ("--x",), {**STOCK_STATES, "A": "1"})
     assert arm.connector is not None
     assert json.loads(arm.connector.flag("kv_consumer"))["kv_connector_extra_config"] == {"num_threads": 8}
 

@@ -280,7 +280,7 @@ def test_each_field_changes_the_digest_and_none_runs_into_the_next():
 
 def test_a_digest_is_the_same_in_every_process_and_for_every_kind_of_sequence():
     assert digest([1, 2, 3]) == digest((1, 2, 3)) == digest(range(1, 4))
-    assert digest([1, 2, 3], adapter="lora", media=[("image", 1)], salt="s") == "207529e2956a11776e8fd12d79da51b3"
+    assert digest([1, 2, 3], adapter="lora", media=[("image", 1)], salt="s") == "5d810a232bfd61c2b2497b856bf6a720"
 
 
 def test_with_a_key_a_reference_that_others_made_is_refused():

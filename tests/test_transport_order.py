@@ -14,9 +14,12 @@ from kvferry.plan.rows import Numbers, PreparedRows
 from kvferry.transport.order import ascending
 from transport_suite import dense_case
 
-BLOCKS = 12
-UP = list(range(BLOCKS))
-BROKEN = [5, 4, 3, 8, 7, 6, 2, 1, 0, 11, 10, 9]
+MOST = 60
+BLOCKS = 96
+EACH = 4
+"""Blocks that a group may have: as many as the longest request needs, and no other group's."""
+UP = list(range(EACH))
+BROKEN = [1, 0, 3, 2]
 
 
 def plan_of(prefill: str, decode: str) -> Plan:
@@ -48,11 +51,12 @@ def descriptors(rows: PreparedRows, src: Numbers, dst: Numbers) -> int:
 @given(data=st.data())
 def test_the_same_bytes_in_no_more_descriptors(plan, data):
     """Tables of any order, and tables in stretches that ascend or descend, as engines make them."""
-    tokens = data.draw(st.integers(1, 60))
+    tokens = data.draw(st.integers(1, MOST))
     tables = []
     for side in (plan.sources[0], plan.consumer):
-        free = data.draw(st.one_of(st.permutations(UP), st.sampled_from([UP, UP[::-1], BROKEN])))
-        tables.append({g.id: free[: -(-tokens // g.tokens)] if g.tokens else free[0] for g in side.groups})
+        drawn = data.draw(st.one_of(st.permutations(UP), st.sampled_from([UP, UP[::-1], BROKEN])))
+        free = {g.id: [EACH * place + block for block in drawn] for place, g in enumerate(side.groups)}
+        tables.append({g.id: free[g.id][: -(-tokens // g.tokens)] if g.tokens else free[g.id][0] for g in side.groups})
     tiles = Binder(plan).tiles(Request(tokens, *tables))
     rows = PreparedRows(plan, 0)
     before, after = rows.indices(tiles), rows.indices(ascending(tiles))

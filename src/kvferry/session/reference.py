@@ -64,7 +64,7 @@ class Reference(Struct, frozen=True):
 def digest(tokens: Sequence[int], *, adapter: str = "", media: Sequence[tuple[str, int]] = (), salt: str = "") -> str:
     """What was prefilled: token ids, adapter, media as (identity, place), salt. Equal for equal prefixes only."""
     state = hashlib.blake2b(struct.pack("<qq", len(tokens), len(media)), digest_size=16)
-    state.update(msgspec.msgpack.encode(tokens))
+    state.update(msgspec.msgpack.encode(tokens if isinstance(tokens, (list, tuple)) else list(tokens)))
     for text, place in ((adapter, 0), (salt, 0), *media):
         said = text.encode("utf-8", "surrogatepass")
         state.update(struct.pack("<qq", place, len(said)))

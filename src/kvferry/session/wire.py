@@ -49,6 +49,8 @@ def find(address: str, key: Key | None, timeout_s: float, stop: threading.Event 
         if not reason:
             scope = f"%{place[3]}" if len(place) == 4 and place[3] else ""
             return f"{place[0]}{scope}", port
+    if stop is not None and stop.is_set():
+        raise SessionError(f"{address} has not answered, and this engine is closing")
     raise SessionError(f"nobody listens at {address}: {reason}")
 
 
