@@ -24,12 +24,14 @@ from kvferry.bench.machine import Machine
 from kvferry.bench.plot import svg
 from kvferry.bench.serve import client, report, result, scatter, stats
 from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, STOCK_STATES, chosen, defined, turns
+from kvferry.bench.serve.client import Prompt
 from kvferry.bench.serve.engine import Engine
 from kvferry.bench.serve.models import SHAPES, model
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.runner import Order, left
 from kvferry.cli import app
 from kvferry.errors import BenchError
+from kvferry.fleet.connectors import OURS, STOCK
 from kvferry.fleet.device import Device, environment
 from kvferry.fleet.metrics import samples
 from kvferry.fleet.zygote import Start
@@ -345,6 +347,22 @@ def test_answers_are_compared_with_those_of_the_engine_without_a_connector():
     (stock, *_, kvferry) = report.summary(record).agreements
     assert (stock.same, stock.prompts, stock.unlike) == (6, 6, 2)
     assert (kvferry.arm, kvferry.same, kvferry.prompts) == ("kvferry", 5, 6)
+
+
+def test_our_answers_are_compared_with_an_engine_that_computes_the_last_token_apart_as_ours_do():
+    record = a_record()
+    for run in record.runs:
+        run.connector = {"kv_connector": {"kvferry": OURS.kind, "stock": STOCK.kind, "stock-64": STOCK.kind}.get(run.arm, "")}
+        if run.arm == "none":
+            run.parted = {key: [9, *tokens[1:]] for key, tokens in run.answers.items()}
+        if run.arm == "kvferry":
+            run.answers = {key: [9, *tokens[1:]] for key, tokens in run.answers.items()}
+    found = {it.arm: it.same for it in report.summary(record).agreements}
+    assert found == {"stock": 6, "stock-64": 6, "kvferry": 6}
+
+
+def test_a_prompt_without_its_last_token_is_the_same_json_otherwise():
+    assert Prompt("k", 3, b"[5,6,7]").all_but_one == Prompt("k-all-but-one", 2, b"[5,6]")
 
 
 def test_a_result_survives_its_file_and_a_half_done_start_is_done_again(tmp_path):

@@ -91,6 +91,9 @@ class FakeMover:
     def zero(self, runs: Ints) -> Ticket:
         raise NotImplementedError
 
+    def precede_the_engine(self) -> None:
+        raise NotImplementedError
+
 
 @dataclass
 class Pair:

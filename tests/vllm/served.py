@@ -132,6 +132,10 @@ class Engine:
 
     def step(self, forward: Callable[[Any], None] | None = None) -> None:
         """One step of the engine: schedule, ranks, report, update."""
+        self.end(*self.begin(forward))
+
+    def begin(self, forward: Callable[[Any], None] | None = None) -> tuple[Any, list[ModelRunnerOutput]]:
+        """A step up to its results, which vLLM may look at after it has begun the next."""
         out = self.scheduler.schedule()
         if forward is not None:
             forward(out)
@@ -139,10 +143,12 @@ class Engine:
         names = list(out.num_scheduled_tokens)
         sampled = [[SAMPLED] if self._is_whole(name) else [] for name in names]
         index = {name: i for i, name in enumerate(names)}
-        parts = [
+        return out, [
             ModelRunnerOutput(names, index, sampled, kv_connector_output=through_a_pipe(self._rank_steps(rank, out)))
             for rank in range(len(self.ranks))
         ]
+
+    def end(self, out: Any, parts: list[ModelRunnerOutput]) -> None:
         done = self.scheduler.update_from_output(out, self.aggregator.aggregate(parts))
         for some in done.values():
             if some.scheduler_stats is not None and some.scheduler_stats.kv_connector_stats:
@@ -168,6 +174,7 @@ class Engine:
             finished_sending=found.finished_sending or None,
             finished_recving=found.finished_recving or None,
             failed_recving=found.failed_recving or set(),
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_stats=stats,
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )

@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -47,6 +47,8 @@ _READ_S: Final = 0.0015
 some megabytes at each, and connections take some calls to come about."""
 _LENT_S: Final = 0.005
 """Between two looks at loads that the engine's own thread looks after."""
+_SETTLING_S: Final = 0.00005
+"""Between two looks at loads that a step waits for."""
 _IDLE_S: Final = 0.05
 """Between two looks at nothing: for consumers that connect before anything is prefilled for them, who can wait."""
 _WARMING: Final = 1024
@@ -60,7 +62,8 @@ Filled = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Load:
-    """Bring a request's tokens [start, tokens) and its state from a producer's blocks into ours."""
+    """Bring a request's tokens [start, tokens) and its state from a producer's blocks into ours. `in_step`: the engine computes
+    with them in the step that it is in, and waits for the load's end before it tells of the step's."""
 
     request: str
     peer: PeerKey
@@ -69,13 +72,14 @@ class Load:
     start: int
     src: Tables
     dst: Tables
+    in_step: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a load ended on this rank; `error` is empty where all arrived and the lease still stood. Then `predicted` is what
     the plan said would move and `moved` what the transport saw; `unhashable` are blocks, by group, that must not become
-    findable by their hash."""
+    findable by their hash. `anywhere`: any thread could have read it, so that a step may wait for another."""
 
     request: str
     error: str = ""
@@ -87,6 +91,7 @@ class Outcome:
     wire_s: float = 0.0
     total_s: float = 0.0
     unhashable: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    anywhere: bool = False
 
 
 @dataclass(eq=False)
@@ -197,8 +202,38 @@ class Ferry:
         self._hand_in(meeting)
 
     def load(self, load: Load) -> None:
-        if not self._begun(load):
+        if load.in_step:
+            self._begin_in_step(load)
+        elif not self._begun(load):
             self._hand_in(load)
+
+    def _begin_in_step(self, load: Load) -> None:
+        """What is not begun here and now fails: the step does not wait for a connection, nor for a read that may never end."""
+        with self._turn:
+            self._take_in()
+            crossing = self._embark(load)
+            if crossing is None:
+                return
+            link = crossing.peer.link
+            if link is None or not link.anywhere:
+                crossing.error = f"{load.peer} is no longer read out of mapped memory"
+            self._attempt(crossing, self._advance)
+
+    def settle(self, requests: Collection[str], limit_s: float) -> None:
+        """Wait until the loads of these requests, which were made in a step, are over. Raises SessionError if they are not in
+        such a time: whatever copies them is stuck."""
+        deadline = self._clock() + limit_s
+        while True:
+            with self._turn:
+                waited_for = [crossing for crossing in self._crossings if crossing.load.request in requests]
+                for crossing in waited_for:
+                    self._attempt(crossing, self._advance)
+            if not waited_for:
+                return
+            if self._clock() > deadline:
+                said = ", ".join(plain(crossing.load.request) for crossing in waited_for[:3])
+                raise SessionError(f"copies of {said} have not ended in {limit_s:g} s, and a step waits for them")
+            time.sleep(_SETTLING_S)
 
     def _begun(self, load: Load) -> bool:
         """Whether the load could begin here and now; not before anything that was handed in earlier."""
@@ -286,7 +321,7 @@ class Ferry:
         with self._turn:
             self._step()
 
-    def _step(self) -> None:
+    def _take_in(self) -> None:
         if self._commands:
             self._moved_at = self._clock()
         while self._commands:
@@ -297,6 +332,9 @@ class Ferry:
                 self._know(command)
             else:
                 self._forget(command)
+
+    def _step(self) -> None:
+        self._take_in()
         for crossing in tuple(self._crossings):
             self._attempt(crossing, self._advance)
         if self._warming:
@@ -525,6 +563,7 @@ class Ferry:
                 wire_s=max((t.wire_s for t in seen), default=0.0),
                 total_s=self._clock() - crossing.started,
                 unhashable={g: tuple(tables[g][i] for i in at.tolist()) for g, at in crossing.loading.unhashable.items()},
+                anywhere=link.anywhere,
             ),
         )
         self._tell(crossing.peer, link)

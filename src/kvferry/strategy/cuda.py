@@ -229,6 +229,9 @@ class CudaMover:
         self._driver.record(slot.ended, self._stream)
         return _Copies(self._driver, slot, free, 0)
 
+    def precede_the_engine(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
     def _slot(self, table: Ints) -> tuple[_Slot, list[_Slot]]:
         """A slot that holds the table, which is on its way to the device; and where the slot belongs."""
         self._driver.enter(self._index)

@@ -5,6 +5,7 @@ open(token, length)          that memory, in this process
 prepare(moves)               once for a peer: what every load refers to
 start(prepared, bound)       a load's copies begin; `Ticket.done` says when all bytes are there
 zero(runs)                   destination bytes that must not keep what was there
+precede_the_engine()         the engine's next kernels wait for all of it
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class Mover(Protocol):
 
     def zero(self, runs: Ints) -> Ticket: ...
 
+    def precede_the_engine(self) -> None:
+        """What the calling thread's engine launches from here on waits for everything begun before."""
+        ...
+
 
 @dataclass(frozen=True)
 class Over:
@@ -125,6 +130,9 @@ class HostMover:
         for address, length in runs.tolist():
             _at(address, length)[:] = 0
         return Over(int(runs[:, 1].sum()))
+
+    def precede_the_engine(self) -> None:
+        """They are done at once."""
 
 
 @dataclass(frozen=True)

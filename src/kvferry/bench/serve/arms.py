@@ -38,15 +38,18 @@ class Arm:
         return self.connector is None
 
 
-NONE: Final = Arm("none")
+_DIRECT: Final = replace(OURS, settings=DIRECT_ALONE)
 ARMS: Final = {
     arm.name: arm
     for arm in (
-        NONE,
+        Arm("none"),
+        Arm("none-64", block=64),
         Arm("stock", STOCK, environment=STOCK_STATES),
         Arm("stock-64", STOCK, block=64, environment=STOCK_STATES),
         Arm("kvferry", OURS),
-        Arm("kvferry-direct", replace(OURS, settings=DIRECT_ALONE)),
+        Arm("kvferry-64", OURS, block=64),
+        Arm("kvferry-direct", _DIRECT),
+        Arm("kvferry-direct-64", _DIRECT, block=64),
         Arm("kvferry-stock-agent", replace(OURS, settings=STOCK_AGENT_SETTINGS), environment={STOCK_AGENT: "1"}),
     )
 }

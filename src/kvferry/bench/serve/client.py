@@ -34,6 +34,10 @@ class Prompt:
     tokens: int
     encoded: bytes
 
+    @property
+    def all_but_one(self) -> Prompt:
+        return Prompt(f"{self.key}-all-but-one", self.tokens - 1, self.encoded.rpartition(b",")[0] + b"]")
+
 
 @dataclass
 class Streamed:

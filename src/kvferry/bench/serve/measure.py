@@ -231,13 +231,27 @@ class Measuring:
         settings = self.settings
         prompts = [self._prompt(f"{AT_ONCE}-{i}", settings.at_once_length) for i in range(min(ANSWERED, settings.at_once))]
         prompts += [self._prompt(SHUFFLED, tokens) for tokens in settings.lengths]
-        await self._forget()
+        await self._forget_all()
         for prompt in prompts:
             name = self._name(ANSWERS, SHUFFLED, prompt.tokens, 0, prompt.key)
             params = await self._prefill_one(name, prompt)
-            content = body(prompt, ANSWER_TOKENS, params=params, more={"return_token_ids": True})
-            answer = await client.ask(self._consumer.port, name, content)
-            self.run.answers[f"{prompt.tokens} {prompt.key}"] = answer["choices"][0]["token_ids"]
+            self.run.answers[f"{prompt.tokens} {prompt.key}"] = await self._answer(name, prompt, params)
+        if self._alone and settings.prefix_caching:
+            await self._part(prompts)
+
+    async def _part(self, prompts: Sequence[Prompt]) -> None:
+        """Of tokens that fill whole blocks and one more, the prefix cache leaves that one to be computed."""
+        await self._forget_all()
+        for prompt in prompts:
+            name = self._name(ANSWERS, "parted", prompt.tokens, prompt.key)
+            await client.ask(self._consumer.port, f"{name}-all-but-one", body(prompt.all_but_one, 1))
+            self.run.parted[f"{prompt.tokens} {prompt.key}"] = await self._answer(name, prompt, None)
+
+    async def _answer(self, name: str, prompt: Prompt, params: Mapping[str, Any] | None) -> list[int]:
+        content = body(prompt, ANSWER_TOKENS, params=params, more={"return_token_ids": True})
+        answer = await client.ask(self._consumer.port, name, content)
+        found: list[int] = answer["choices"][0]["token_ids"]
+        return found
 
     async def _prefill(self) -> None:
         """P's prompt tokens a second: alone, while D reads from it, and while D computes the same without reading. The last
@@ -391,6 +405,12 @@ class Measuring:
         if not self._alone and self.settings.prefix_caching:
             self._consumer.window.forget()
             await self._nudge(self._consumer)
+
+    async def _forget_all(self) -> None:
+        """Every prompt is computed alone from now on, in batches of the same shape in every arm."""
+        for side in self._sides() if self.settings.prefix_caching else ():
+            side.window.forget()
+            await self._nudge(side)
 
     async def _nudge(self, side: Side) -> None:
         """vLLM frees, counts and takes orders with a step, and without requests it takes none."""

@@ -16,7 +16,8 @@ from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.stats import percentile
 from kvferry.fleet.connectors import OURS, STOCK, Connector
 
-FLOOR: Final = "none"
+FLOOR: Final = ("none", "none-64")
+"""Engines alone: what they take is what everybody takes, at the better of two block sizes."""
 
 P50, P90, P99, WORST = 0.5, 0.9, 0.99, 1.0
 _SHARES: Final = {P50: "p50", P90: "p90", P99: "p99", WORST: "worst"}
@@ -110,7 +111,9 @@ def _carried_by(connector: Connector, runs: Sequence[Run]) -> list[str]:
 
 class Agreement(Struct, frozen=True):
     """Prompts whose first tokens are those of the arm without a connector, of those that both answered; and how many unlike
-    answers that arm gave, since a model that always says the same agrees with anything."""
+    answers that arm gave, since a model that always says the same agrees with anything. KVFerry's engines compute a prompt's
+    last token in a step of its own, and are compared with an engine that does too, where there is one: batches of other shapes
+    round differently."""
 
     arm: str
     mode: str
@@ -175,10 +178,10 @@ def _shown(figure: Figure, mode: str, runs: Sequence[Run]) -> Shown:
             found.setdefault(run.arm, {})[run.start] = value
     best = max if figure.more_is_better else min
     stock = _best([found[arm] for arm in _carried_by(STOCK, runs) if arm in found], best)
-    floor = found.get(FLOOR, {})
+    floor = _best([found[arm] for arm in FLOOR if arm in found], best)
     ours = {arm: found[arm] for arm in _carried_by(OURS, runs) if arm in found}
     faster = {arm: _ratio(by_start, stock, figure.more_is_better) for arm, by_start in ours.items()}
-    slower = {arm: _ratio(floor, by_start, figure.more_is_better) for arm, by_start in found.items() if arm != FLOOR}
+    slower = {arm: _ratio(floor, by_start, figure.more_is_better) for arm, by_start in found.items() if arm not in FLOOR}
     return Shown(
         figure.title,
         figure.unit,
@@ -206,15 +209,19 @@ def _ratio(ours: Mapping[int, float], theirs: Mapping[int, float], more_is_bette
 
 def _agreements(runs: Sequence[Run]) -> list[Agreement]:
     wanted: dict[tuple[str, str], list[int]] = {}
+    parted: dict[tuple[str, str], list[int]] = {}
     for run in runs:
-        if run.arm == FLOOR:
+        if run.arm in FLOOR:
             for key, tokens in run.answers.items():
                 wanted.setdefault((run.mode, key), tokens)
+                parted.setdefault((run.mode, key), run.parted.get(key, tokens))
+    ours = _carried_by(OURS, runs)
     counted: dict[tuple[str, str], list[bool]] = {}
     for run in runs:
+        like = parted if run.arm in ours else wanted
         for key, tokens in run.answers.items():
-            if run.arm != FLOOR and (run.mode, key) in wanted:
-                counted.setdefault((run.arm, run.mode), []).append(tokens == wanted[run.mode, key])
+            if run.arm not in FLOOR and (run.mode, key) in like:
+                counted.setdefault((run.arm, run.mode), []).append(tokens == like[run.mode, key])
     unlike = {mode: len({tuple(tokens) for (of, _), tokens in wanted.items() if of == mode}) for mode, _ in wanted}
     return [Agreement(arm, mode, sum(same), len(same), unlike[mode]) for (arm, mode), same in counted.items()]
 
@@ -223,7 +230,7 @@ def _least_scatter(runs: Sequence[Run]) -> dict[str, float]:
     out: dict[str, float] = {}
     for run in runs:
         for row in run.rows:
-            if row.order == SHUFFLED and row.scatter >= 0 and run.arm != FLOOR:
+            if row.order == SHUFFLED and row.scatter >= 0 and run.arm not in FLOOR:
                 out[run.arm] = min(row.scatter, out.get(run.arm, 1.0))
     return out
 

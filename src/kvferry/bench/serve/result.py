@@ -67,7 +67,8 @@ class Row(Struct):
 
 
 class Run(Struct):
-    """One start of one arm. `answers`: first tokens of a few prompts, to be compared with another arm's. `phases`: seconds."""
+    """One start of one arm. `answers`: first tokens of a few prompts, to be compared with another arm's. `parted`: the same of
+    an engine alone that computed each prompt's last token in a step of its own, as D does. `phases`: seconds."""
 
     arm: str
     mode: str
@@ -77,6 +78,7 @@ class Run(Struct):
     phases: dict[str, float] = msgspec.field(default_factory=dict)
     rows: list[Row] = msgspec.field(default_factory=list)
     answers: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    parted: dict[str, list[int]] = msgspec.field(default_factory=dict)
     started_by: str = ""
     error: str = ""
     complete: bool = False

@@ -33,13 +33,24 @@ class RankCard(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """Blocks of loaded requests that must not become findable by their hash."""
+    """Of loaded requests: blocks that must not become findable by their hash, and how long copies took out of mapped memory.
+    Of loads that were made in the step that ordered them, which vLLM hears nothing of: those that ended, and of these those
+    that failed. Every rank says so with the same step."""
 
     unhashable: dict[str, frozenset[int]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    ended: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
-        merged = dict(self.unhashable)
-        if isinstance(other, Report):
-            for request, blocks in other.unhashable.items():
-                merged[request] = merged.get(request, frozenset()) | blocks
-        return Report(merged)
+        if not isinstance(other, Report):
+            return self
+        blocks, seconds = dict(self.unhashable), dict(self.seconds)
+        for request, found in other.unhashable.items():
+            blocks[request] = blocks.get(request, frozenset()) | found
+        for request, took in other.seconds.items():
+            seconds[request] = max(seconds.get(request, 0.0), took)
+        return Report(blocks, seconds, self.ended | other.ended, self.failed | other.failed)
+
+    def __bool__(self) -> bool:
+        return bool(self.unhashable or self.seconds or self.ended)

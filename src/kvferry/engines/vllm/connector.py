@@ -82,10 +82,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads have started with their orders."""
+        """Loads have started with their orders; what the forward pass needs of them it waits for on the device."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end before their requests are scheduled."""
+        """Loads end before their requests are computed."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Consumers read the caches where they are."""
@@ -100,6 +100,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.invalid()
 
     def build_connector_worker_meta(self) -> Report | None:
         return self.worker.report()

@@ -25,6 +25,7 @@ import msgspec
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.drafters import without_other_drafters
+from kvferry.engines.vllm.haste import Haste, may_hurry
 from kvferry.engines.vllm.identity import adapter_of, fingerprint
 from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.options import Options
@@ -73,13 +74,14 @@ class Stage(Enum):
 @dataclass
 class _Decode:
     """A request that came with a reference; `reason` says why the reference is not used. `sibling` is one of another prompt,
-    from whose producer the right one is `sought`."""
+    from whose producer the right one is `sought`. `in_step`: it is loaded in the step that first computes it."""
 
     reference: Reference | None
     sibling: Reference | None = None
     sought: Future[Reference | None] | None = None
     reason: str = ""
     stage: Stage = Stage.WAITING
+    in_step: bool = False
     counted: bool = False
     loaded: int = 0
     unhashable: frozenset[int] = frozenset()
@@ -138,6 +140,7 @@ class SchedulerHalf:
         self._decodes: dict[str, _Decode] = {}
         self._announced: set[PeerKey] = set()
         self._pending = _Pending()
+        self._haste = Haste(may_hurry(config, kv_cache_config))
         self._stats = FerryStats()
 
     def bind_cache(self, evict: Callable[[set[int]], None]) -> None:
@@ -307,7 +310,7 @@ class SchedulerHalf:
             return 0, False
         if not self._has_own_reference(request, decode):
             return None, False
-        reference = decode.reference
+        reference, decode.in_step = decode.reference, False
         if not decode.reason and reference is not None and self._courier is not None:
             found = self._courier.peer(reference)
             if found is None:
@@ -317,7 +320,10 @@ class SchedulerHalf:
         if decode.reason:
             return self._refuse(request, decode, computed)
         count = 0 if reference is None or request.skip_reading_prefix_cache else reference.tokens - computed
-        return (count, True) if count > 0 else (0, False)
+        if reference is None or count <= 0:
+            return 0, False
+        decode.in_step = self._haste.allows(request, key_of(reference), count)
+        return count, not decode.in_step
 
     def _refuse(self, request: Any, decode: _Decode, computed: int) -> tuple[int, bool]:
         """Recomputed here, or, where vLLM's policy is to fail, reported by the ranks as a load that failed."""
@@ -354,24 +360,28 @@ class SchedulerHalf:
     def _order(
         self, request: Any, decode: _Decode, reference: Reference, block_ids: Sequence[Sequence[int]], external: int
     ) -> None:
+        """A request that is computed in this step can no longer be refused: ranks that do not know its producer fail it."""
         peer = key_of(reference)
         meeting = self._courier.peer(reference) if self._courier is not None else None
         try:
             if not isinstance(meeting, Meeting):
-                raise BadReferenceError(f"{peer} went away: {meeting}")
+                if not decode.in_step:
+                    raise BadReferenceError(f"{peer} went away: {meeting}")
+            elif peer not in self._announced:
+                self._announced.add(peer)
+                self._pending.meetings.append(meeting)
             here = tables_of(self._groups, block_ids, reference.tokens)
         except (BadReferenceError, BindError) as error:
             logger.error("request %s is not loaded: %s", request.request_id, error)
             self._pending.refused.append(request.request_id)
             return
-        if peer not in self._announced:
-            self._announced.add(peer)
-            self._pending.meetings.append(meeting)
         decode.loaded = external
         start = reference.tokens - external
         self._pending.loads.append(
-            Load(request.request_id, peer, reference.lease, reference.tokens, start, reference.tables, here)
+            Load(request.request_id, peer, reference.lease, reference.tokens, start, reference.tables, here, decode.in_step)
         )
+        if decode.in_step:
+            self._haste.took(peer, external)
 
     def _over(self, identity: str, decode: _Decode, note: str) -> None:
         """Nothing more is loaded; the producer may have its blocks back."""
@@ -395,6 +405,7 @@ class SchedulerHalf:
             self._stats.count(end.ending.value)
             self._siblings.ended(end.lease)
         pending, self._pending = self._pending, _Pending()
+        self._haste.new_step()
         for decode in self._decodes.values():
             self._forget_hashes(decode)
         return Orders(
@@ -419,15 +430,20 @@ class SchedulerHalf:
         gone = set(self._courier.forgotten() if self._courier is not None else ()) & self._announced
         gone -= {load.peer for load in pending.loads}
         self._announced -= gone
+        for peer in gone:
+            self._haste.forget(peer)
         return tuple(gone)
 
     def results(self, sent: set[str], received: set[str], failed: set[str], report: Report | None) -> None:
         """What all ranks have reported of leases and loads."""
         self._producer.close_all(sent)
-        unhashable = report.unhashable if report is not None else {}
-        for identity, blocks in unhashable.items():
+        report = report or Report()
+        for identity, blocks in report.unhashable.items():
             if identity in self._decodes:
                 self._decodes[identity].unhashable |= blocks
+        for identity, seconds in report.seconds.items():
+            self._learn(identity, seconds)
+        received, failed = received | report.ended, failed | report.failed
         for identity in received:
             decode = self._decodes.get(identity)
             if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
@@ -436,6 +452,7 @@ class SchedulerHalf:
                 decode.unhashable = frozenset()
                 if decode.reference is not None and self._courier is not None:
                     self._courier.doubt(decode.reference)
+                    self._haste.forget(key_of(decode.reference))
                 if not decode.counted:
                     self._stats.count("failed")
             else:
@@ -445,6 +462,11 @@ class SchedulerHalf:
             self._over(identity, decode, "failed" if identity in failed else "loaded")
             if abandoned:
                 del self._decodes[identity]
+
+    def _learn(self, identity: str, seconds: float) -> None:
+        decode = self._decodes.get(identity)
+        if decode is not None and decode.reference is not None and decode.loaded:
+            self._haste.saw(key_of(decode.reference), decode.loaded, seconds)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks stay for a consumer, and the reference to them."""

@@ -19,7 +19,7 @@ from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import SessionError
 from kvferry.manifest import Identity, Rank
-from kvferry.session import Card, Ending, Ferry, Words
+from kvferry.session import Card, Ending, Ferry, Load, Outcome, Words
 
 logger = logging.getLogger("kvferry.vllm")
 
@@ -41,7 +41,9 @@ class WorkerHalf:
         self._card: Card | None = None
         self._sent: set[str] = set()
         self._refused: set[str] = set()
-        self._unhashable: dict[str, frozenset[int]] = {}
+        self._in_step: dict[str, Load] = {}
+        self._invalid: set[int] = set()
+        self._report = Report()
         self._stats = FerryStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -79,29 +81,53 @@ class WorkerHalf:
             self._ferry.meet(meeting)
         for load in orders.loads:
             self._ferry.load(load)
+            if load.in_step:
+                self._in_step[load.request] = load
+        if self._in_step and not (self._wharf is not None and self._wharf.holds_the_engine_back()):
+            self._ferry.settle(self._in_step.keys(), self._options.read_s)
         self._refused.update(orders.refused)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose lease has ended, whose load is over, and those of the latter that failed; each one once."""
+        """Requests whose lease has ended, whose load is over, and those of the latter that failed; each one once. Of loads made
+        in this step, vLLM is told of the blocks that failed alone."""
         sent, self._sent = self._sent, set()
         failed, self._refused = self._refused, set()
         received = set(failed)
+        lost: set[str] = set()
+        in_step, self._in_step = self._in_step, {}
+        if in_step and self._ferry is not None:
+            self._ferry.settle(in_step.keys(), self._options.read_s)
         for outcome in self._ferry.outcomes() if self._ferry is not None else ():
-            received.add(outcome.request)
+            load = in_step.get(outcome.request)
+            if load is None:
+                received.add(outcome.request)
             if outcome.error:
-                failed.add(outcome.request)
                 logger.error("request %s was not loaded on %s: %s", outcome.request, self._rank, outcome.error)
+                (failed if load is None else lost).add(outcome.request)
+                self._invalid |= _blocks(load) if load is not None else set()
                 continue
-            for name in ("moved", "predicted", "runs", "posting_s", "wire_s"):
-                self._stats.count(name, getattr(outcome, name))
-            blocks = frozenset(block for found in outcome.unhashable.values() for block in found)
-            if blocks:
-                self._unhashable[outcome.request] = blocks
+            self._note(outcome)
+        if in_step:
+            self._report = self._report.aggregate(Report(ended=frozenset(in_step), failed=frozenset(lost)))
         return sent, received, failed
 
+    def _note(self, outcome: Outcome) -> None:
+        for name in ("moved", "predicted", "runs", "posting_s", "wire_s"):
+            self._stats.count(name, getattr(outcome, name))
+        blocks = frozenset(block for found in outcome.unhashable.values() for block in found)
+        unhashable = {outcome.request: blocks} if blocks else {}
+        seconds = {outcome.request: outcome.wire_s} if outcome.anywhere else {}
+        if unhashable or seconds:
+            self._report = self._report.aggregate(Report(unhashable, seconds))
+
+    def invalid(self) -> set[int]:
+        """Blocks of loads that failed in the step that ordered them."""
+        found, self._invalid = self._invalid, set()
+        return found
+
     def report(self) -> Report | None:
-        found, self._unhashable = self._unhashable, {}
-        return Report(found) if found else None
+        found, self._report = self._report, Report()
+        return found or None
 
     def stats(self) -> FerryStats | None:
         return self._stats.take()
@@ -113,3 +139,8 @@ class WorkerHalf:
         if self._wharf is not None:
             self._wharf.close()
             self._wharf = None
+
+
+def _blocks(load: Load) -> set[int]:
+    """All that the load was to write, and whatever lies before: vLLM takes a request back to its first block that is bad."""
+    return {block for table in load.dst.values() for block in ([table] if isinstance(table, int) else table) if block >= 0}

@@ -1,0 +1,68 @@
+"""Which loads are made in the very step that orders them, so that their requests are computed in it too.
+
+vLLM lets a request that waits for a load run two steps after the one in which the load ended; for a copy that takes less than a
+step that is most of what a hand-over costs. A load in a step holds up everybody else in it, and what fails of it must be undone
+after the step has begun. So only loads that are known to be short are made so: out of memory that is mapped, at the pace that
+was seen before; and only where vLLM undoes them whole: it fails requests by their blocks, which one group of blocks allows, and
+takes nothing of a failed request's next step where it fails rather than recomputes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+from kvferry.engines.vllm.tables import spec_of
+from kvferry.session import PeerKey
+
+SHORT_S: Final = 0.006
+"""All copies that one step may wait for: about a decode step of a small model."""
+_REMEMBERED: Final = 16
+
+
+def may_hurry(config: Any, kv_cache_config: Any) -> bool:
+    """Whether vLLM can undo a load of this engine in its step, and neither zeroes what was loaded nor needs it earlier."""
+    groups = kv_cache_config.kv_cache_groups
+    return (
+        len(groups) == 1
+        and type(spec_of(groups[0].kv_cache_spec)).__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
+        and not kv_cache_config.needs_kv_cache_zeroing
+        and config.kv_transfer_config.kv_load_failure_policy == "fail"
+        and config.parallel_config.pipeline_parallel_size == 1
+        and config.speculative_config is None
+    )
+
+
+class Haste:
+    """Knows how fast producers were read, and how much of a step is spoken for."""
+
+    def __init__(self, possible: bool) -> None:
+        self._possible = possible
+        self._paces: dict[PeerKey, deque[float]] = {}
+        self._spoken_for = 0.0
+
+    def allows(self, request: Any, peer: PeerKey, tokens: int) -> bool:
+        if not self._possible or request.mm_features:
+            return False
+        seconds = self._seconds(peer, tokens)
+        return seconds is not None and self._spoken_for + seconds <= SHORT_S
+
+    def took(self, peer: PeerKey, tokens: int) -> None:
+        """Such a load was ordered."""
+        self._spoken_for += self._seconds(peer, tokens) or 0.0
+
+    def new_step(self) -> None:
+        self._spoken_for = 0.0
+
+    def saw(self, peer: PeerKey, tokens: int, seconds: float) -> None:
+        """How long so many tokens took that any step could have waited for."""
+        self._paces.setdefault(peer, deque(maxlen=_REMEMBERED)).append(seconds / tokens)
+
+    def forget(self, peer: PeerKey) -> None:
+        """Nothing is known of it any more: it is gone, or a load from it failed."""
+        self._paces.pop(peer, None)
+
+    def _seconds(self, peer: PeerKey, tokens: int) -> float | None:
+        """At the best pace of late: short loads are slow for their length."""
+        paces = self._paces.get(peer)
+        return min(paces) * tokens if paces else None

@@ -1,0 +1,225 @@
+"""Loads that are made in the step that orders them: with vLLM's own scheduler, and reads that any thread may make, as those out
+of mapped memory are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine import Setup, build
+from served import Arrival, Engine, engines, load, side, sides
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from kvferry.engines.vllm.cargo import Report
+from kvferry.engines.vllm.haste import SHORT_S, Haste, may_hurry
+from kvferry.errors import SessionError
+from kvferry.session import Ferry, Lease, PeerKey
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = list(range(7, 165))
+PEER, OTHER = PeerKey("127.0.0.1:1", "P", "1"), PeerKey("127.0.0.1:2", "P", "2")
+REQUEST = SimpleNamespace(mm_features=[])
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What any thread may read counts as quick here: nothing is timed."""
+    connect, saw = Ferry._connect, Haste.saw
+
+    def anywhere(self: Ferry, peer: Any) -> Any:
+        link = connect(self, peer)
+        link.anywhere = True
+        return link
+
+    monkeypatch.setattr(Ferry, "_connect", anywhere)
+    monkeypatch.setattr(Haste, "saw", lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6))
+
+
+def prompt(seed: int, tokens: int = len(PROMPT)) -> list[int]:
+    return [3 + (seed * 31 + i * 7) % 200 for i in range(tokens)]
+
+
+def prefilled(there: Engine, name: str, tokens: list[int]) -> dict[str, Any]:
+    params = there.prefill(name, tokens)
+    assert params is not None
+    return params
+
+
+def acquainted(there: Engine, here: Engine, first: str = "first") -> None:
+    """A producer's first load tells how fast it is."""
+    load(there, here, first, PROMPT, prefilled(there, first, PROMPT))
+    here.step_until(lambda: first not in here.scheduler.requests)
+    there.step_until(lambda: not there.scheduler.requests)
+
+
+def in_one_step(there: Engine, here: Engine, name: str, tokens: list[int], params: dict[str, Any]) -> Arrival:
+    here.scheduler.add_request(here.request(name, tokens, params))
+    arrival = Arrival(there, here)
+
+    def forward(out: Any) -> None:
+        for ordered in out.kv_connector_metadata.loads:
+            assert ordered.in_step
+            arrival.expect(name, params["kvferry"]["tokens"], ordered.start)
+
+    here.step(forward)
+    return arrival
+
+
+@pytest.mark.usefixtures("_quick")
+class TestInAStep:
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_a_known_producers_load_is_over_and_its_request_computed_in_one_step(self, tp: int) -> None:
+        with engines(*sides("llama", side(tp=2), side(tp=tp))) as (there, here):
+            acquainted(there, here)
+            here.soil(5)
+            tokens, before = prompt(1), [counted["moved"] for counted in here.moved]
+            arrival = in_one_step(there, here, "r", tokens, prefilled(there, "r", tokens))
+            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
+            assert here.scheduled["r"] == 1
+            assert not [key for key in here.reported["received"] if key[1] == "r"]
+            assert arrival.differences() == []
+            moved = [counted["moved"] - was for counted, was in zip(here.moved, before, strict=True)]
+            assert all(moved)
+            assert here.counted["loaded"] == 2
+            there.step_until(lambda: not there.scheduler.requests)
+            assert (there.held, here.held) == (0, 0)
+
+    def test_the_first_load_of_a_producer_is_waited_for_beside_the_steps(self) -> None:
+        with engines(*sides("llama", side(), side())) as (there, here):
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there, "r", PROMPT)))
+            here.step_until(lambda: here.waits_for_bytes("r"))
+
+    @pytest.mark.parametrize("ahead", [False, True])
+    def test_a_load_that_fails_in_its_step_fails_its_request_and_nothing_of_the_next_step_is_taken(self, ahead: bool) -> None:
+        with engines(*sides("llama", side(), side(prefix_caching=True, ahead=ahead))) as (there, here):
+            acquainted(there, here)
+            tokens = prompt(2)
+            params = prefilled(there, "r", tokens)
+            said = params["kvferry"]["lease"]
+            there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
+            steps = [here.begin()]
+            assert here.status("r") is RequestStatus.RUNNING
+            if ahead:
+                steps.append(here.begin())
+            for step in steps:
+                here.end(*step)
+            here.idle()
+            assert here.outputs["r"].finish_reason is FinishReason.ERROR
+            assert here.outputs["r"].new_token_ids == []
+            assert here.status("r") is None
+            assert here.counted["failed"] == 1
+            assert here.held == 0
+            again = here.request("again", tokens, None)
+            assert here.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0
+            there.step_until(lambda: not there.scheduler.requests)
+            arrival = load(there, here, "next", PROMPT, prefilled(there, "next", PROMPT))
+            assert arrival.differences() == []
+
+    def test_a_request_that_shares_what_failed_to_load_fails_too(self) -> None:
+        with engines(*sides("llama", side(), side(prefix_caching=True))) as (there, here):
+            acquainted(there, here)
+            tokens = prompt(3)
+            params = prefilled(there, "r", tokens)
+            said = params["kvferry"]["lease"]
+            there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
+            here.scheduler.add_request(here.request("shares", [*tokens, 9, 9], None, max_tokens=4))
+            here.step()
+            here.idle()
+            assert [here.outputs[name].finish_reason for name in ("r", "shares")] == [FinishReason.ERROR] * 2
+            assert here.held == 0
+
+    def test_a_producer_that_ranks_no_longer_know_costs_the_request_and_not_the_engine(self) -> None:
+        with engines(*sides("llama", side(), side())) as (there, here):
+            acquainted(there, here)
+            params = prefilled(there, "r", prompt(4))
+            here.connectors[0].worker._ferry._peers.clear()
+            here.scheduler.add_request(here.request("r", prompt(4), params))
+            here.step()
+            here.idle()
+            assert here.outputs["r"].finish_reason is FinishReason.ERROR
+            there.step_until(lambda: not there.scheduler.requests)
+
+    def test_a_request_that_is_aborted_while_its_step_runs_gives_everything_back(self) -> None:
+        with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
+            acquainted(there, here)
+            here.scheduler.add_request(here.request("r", prompt(5), prefilled(there, "r", prompt(5)), max_tokens=4))
+            step = here.begin()
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            here.end(*step)
+            here.idle()
+            assert here.held == 0
+            assert not here.connector.scheduler._decodes
+            there.step_until(lambda: not there.scheduler.requests)
+            assert there.held == 0
+
+    def test_copies_that_never_end_stop_the_engine_rather_than_let_it_compute_on(self) -> None:
+        with engines(*sides("llama", side(), side(options=(("read_s", 0.2),)))) as (there, here):
+            acquainted(there, here)
+            ferry = here.connectors[0].worker._ferry
+            ferry._filled = lambda crossing: False
+            here.scheduler.add_request(here.request("r", prompt(6), prefilled(there, "r", prompt(6))))
+            with pytest.raises(SessionError, match="have not ended in"):
+                here.step()
+            del ferry._filled
+
+
+@pytest.mark.parametrize(
+    ("setup", "may"),
+    [
+        (Setup("llama", engine="D"), True),
+        (Setup("deepseek", engine="D"), True),
+        (Setup("llama", engine="D", failure_policy="recompute"), False),
+        (Setup("llama", engine="D", speculative=2), False),
+        (Setup("llama", engine="D", pp=2), False),
+        (Setup("nemotron-h", engine="D"), False),
+        (Setup("gemma3", engine="D"), False),
+    ],
+    ids=["llama", "mla", "recompute", "speculation", "pipeline", "states", "windows"],
+)
+def test_only_where_vllm_can_undo_it(setup: Setup, may: bool) -> None:
+    worker = build(setup)
+    assert may_hurry(worker.vllm_config, worker.kv_cache_config) is may
+
+
+class TestHaste:
+    def test_nothing_is_known_of_a_producer_until_it_was_read(self) -> None:
+        haste = Haste(True)
+        assert not haste.allows(REQUEST, PEER, 10)
+        haste.saw(PEER, 1000, 0.001)
+        assert haste.allows(REQUEST, PEER, 10)
+        assert not haste.allows(REQUEST, OTHER, 10)
+        haste.forget(PEER)
+        assert not haste.allows(REQUEST, PEER, 10)
+
+    def test_a_step_waits_for_so_much_and_no_more(self) -> None:
+        haste = Haste(True)
+        haste.saw(PEER, 1, SHORT_S / 3)
+        for _ in range(3):
+            assert haste.allows(REQUEST, PEER, 1)
+            haste.took(PEER, 1)
+        assert not haste.allows(REQUEST, PEER, 1)
+        haste.new_step()
+        assert haste.allows(REQUEST, PEER, 1)
+        assert not haste.allows(REQUEST, PEER, 4)
+
+    def test_media_and_engines_that_cannot_are_never_hurried(self) -> None:
+        haste = Haste(True)
+        haste.saw(PEER, 1, 0.0)
+        assert not haste.allows(SimpleNamespace(mm_features=["picture"]), PEER, 1)
+        never = Haste(False)
+        never.saw(PEER, 1, 0.0)
+        assert not never.allows(REQUEST, PEER, 1)
+
+
+def test_reports_of_ranks_are_put_together() -> None:
+    one = Report({"a": frozenset({1})}, {"a": 0.1}, frozenset({"b"}), frozenset())
+    two = Report({"a": frozenset({2})}, {"a": 0.2, "c": 0.3}, frozenset({"b"}), frozenset({"b"}))
+    both = one.aggregate(two)
+    assert both == Report({"a": frozenset({1, 2})}, {"a": 0.2, "c": 0.3}, frozenset({"b"}), frozenset({"b"}))
+    assert both
+    assert not Report()
