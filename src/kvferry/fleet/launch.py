@@ -157,7 +157,7 @@ def _become_server(order: dict[str, Any], answers: int, device: Device, start: S
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """An API server until it is told to end."""
+    """An API server, or several, until they are told to end."""
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -165,7 +165,14 @@ def serve(arguments: Sequence[str]) -> None:
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
     validate_parsed_serve_args(args)
-    uvloop.run(run_server(args))
+    if (args.api_server_count or 1) > 1:
+        from vllm.entrypoints.cli.serve import run_multi_api_server
+
+        if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == Start.FORK.value:
+            patches.fork_api_servers()
+        run_multi_api_server(args)
+    else:
+        uvloop.run(run_server(args))
 
 
 if __name__ == "__mp_main__":

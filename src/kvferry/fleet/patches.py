@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import tempfile
 import time
 import traceback
 import zlib
@@ -88,6 +89,22 @@ def _widen_dummy_weights() -> None:
                 weight.data.uniform_(-bound, bound, generator=made)
 
     DummyModelLoader.load_weights = wide
+
+
+def fork_api_servers() -> None:
+    """Several API servers of one engine are spawned, and each would import everything anew. Their counters add up by files,
+    which the metrics' library decides when it is imported."""
+    import multiprocessing
+    import types
+
+    from prometheus_client import values
+    from vllm.v1 import utils
+
+    forking = types.ModuleType("multiprocessing")
+    forking.__dict__.update(vars(multiprocessing), get_context=lambda method=None: multiprocessing.get_context("fork"))
+    utils.multiprocessing = forking
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(prefix="metrics-")
+    values.ValueClass = values.get_value_class()
 
 
 def _fork_children() -> None:

@@ -219,6 +219,12 @@ class Ferry:
                 crossing.error = f"{load.peer} is no longer read out of mapped memory"
             self._attempt(crossing, self._advance)
 
+    def linger(self, limit_s: float) -> None:
+        """Wait until the loads that were begun on the engine's own thread are over, and no longer than this."""
+        deadline = self._clock() + limit_s
+        while self._lent_move_on() and self._clock() < deadline:
+            time.sleep(_SETTLING_S)
+
     def settle(self, requests: Collection[str], limit_s: float) -> None:
         """Wait until the loads of these requests, which were made in a step, are over. Raises SessionError if they are not in
         such a time: whatever copies them is stuck."""
@@ -265,18 +271,24 @@ class Ferry:
         self._wake.set()
 
     def outcomes(self) -> list[Outcome]:
-        if self._crossings and self._turn.acquire(blocking=False):
-            try:
-                for crossing in tuple(self._crossings):
-                    if _lent(crossing):
-                        self._attempt(crossing, self._advance)
-                        self._call_for_help(crossing)
-            finally:
-                self._turn.release()
+        self._lent_move_on()
         out = []
         while self._outcomes:
             out.append(self._outcomes.popleft())
         return out
+
+    def _lent_move_on(self) -> bool:
+        """Whether there are loads that the engine's own thread looks after, which it has just done."""
+        if not self._crossings or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            lent = [crossing for crossing in self._crossings if _lent(crossing)]
+            for crossing in lent:
+                self._attempt(crossing, self._advance)
+                self._call_for_help(crossing)
+        finally:
+            self._turn.release()
+        return any(crossing in self._crossings for crossing in lent)
 
     def close(self, limit_s: float = 10.0) -> None:
         """End the thread and the transport; loads under way are never reported. A thread that is held up in the transport keeps

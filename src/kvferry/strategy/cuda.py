@@ -33,6 +33,8 @@ _HANDLE: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
 _NOT_READY: Final = 600
 _LEAST: Final = 1 << 12
+_READY: Final = 64
+"""Slots that are made at the start: page-locked memory takes milliseconds to be had, and these do for a burst of requests."""
 
 
 class _Handle(ctypes.Structure):
@@ -169,7 +171,7 @@ class CudaMover:
         self._driver = _Driver()
         self._driver.enter(device)
         self._stream = torch.cuda.Stream(self._device)
-        self._free: dict[int, list[_Slot]] = {}
+        self._free = {_LEAST: self._slots(_LEAST, _READY)}
         self._warmed: set[Form] = set()
         for columns in COLUMNS:
             self._warm(Form(UNITS[0], columns, COLUMNS[-1] // columns))
@@ -237,18 +239,20 @@ class CudaMover:
         self._driver.enter(self._index)
         room = max(_LEAST, 1 << (len(table) - 1).bit_length())
         free = self._free.setdefault(room, [])
-        slot = free.pop() if free else self._new_slot(room)
+        slot = free.pop() if free else self._slots(room, 1)[0]
         np.copyto(slot.host.numpy()[: len(table)], table)
         self._driver.record(slot.began, self._stream)
         self._driver.upload(slot.table.data_ptr(), slot.host.data_ptr(), 8 * len(table), self._stream)
         return slot, free
 
-    def _new_slot(self, room: int) -> _Slot:
-        host = torch.empty(room, dtype=torch.int64, pin_memory=True)
-        counts = torch.empty(len(UNITS) * len(COLUMNS) * self._programs, dtype=torch.int64, pin_memory=True)
+    def _slots(self, room: int, count: int) -> list[_Slot]:
+        each = len(UNITS) * len(COLUMNS) * self._programs
+        hosts = torch.empty((count, room), dtype=torch.int64, pin_memory=True)
+        counts = torch.empty((count, each), dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(self._stream):
-            table = torch.empty(room, dtype=torch.int64, device=self._device)
-        return _Slot(host, table, counts, self._driver.event(), self._driver.event())
+            tables = torch.empty((count, room), dtype=torch.int64, device=self._device)
+        event = self._driver.event
+        return [_Slot(hosts[i], tables[i], counts[i], event(), event()) for i in range(count)]
 
     def _warm(self, form: Form) -> None:
         """Compiles a kernel, which takes a second the first time, by moving nothing with it."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvferry.bench.serve.arms import Arm
 from kvferry.bench.serve.models import Model
 from kvferry.fleet import blocks
+from kvferry.fleet.connectors import OURS, Connector
 from kvferry.fleet.device import Device
 from kvferry.fleet.patches import WIDE_WEIGHTS
 from kvferry.fleet.server import MODEL
@@ -30,7 +31,8 @@ DEVICE_FLAGS: Final[Mapping[Device, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Engine:
-    """`role`: P or D, or both for an arm that is one engine. `window`: where its block pool is looked into."""
+    """`role`: P or D, or both for an arm that is one engine. `window`: where its block pool is looked into. `port`: where P of
+    our connector listens, and D looks for it at its start, as everybody would have it who knows where P is."""
 
     model: Model
     arm: Arm
@@ -43,6 +45,7 @@ class Engine:
     batched_tokens: int
     prefix_caching: bool
     flags: tuple[str, ...] = ()
+    port: int = 0
 
     @property
     def name(self) -> str:
@@ -76,8 +79,15 @@ class Engine:
             out.append("--load-format=dummy")
         if self.arm.connector:
             role = {"P": "kv_producer", "D": "kv_consumer"}[self.role]
-            out.append(f"--kv-transfer-config={self.arm.connector.flag(role)}")
+            out.append(f"--kv-transfer-config={self._connector(self.arm.connector).flag(role)}")
         return [*out, *self.arm.flags, *self.flags]
+
+    def _connector(self, connector: Connector) -> Connector:
+        if connector.kind != OURS.kind or not self.port:
+            return connector
+        address = f"127.0.0.1:{self.port}"
+        there: dict[str, Any] = {"listen": address} if self.role == "P" else {"peers": [address]}
+        return replace(connector, settings={**there, **connector.settings})
 
     def _compilation(self) -> tuple[str, ...]:
         if self.mode == EAGER:

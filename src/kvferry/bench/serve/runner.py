@@ -22,7 +22,7 @@ from kvferry.bench.serve.result import Record, Run, Settings
 from kvferry.errors import BenchError
 from kvferry.fleet.blocks import Window
 from kvferry.fleet.device import Device
-from kvferry.fleet.server import ServerError, servers
+from kvferry.fleet.server import ServerError, free_port, servers
 from kvferry.fleet.zygote import Start, Zygote
 
 BATCHED_TOKENS: Final = 8192
@@ -91,7 +91,10 @@ def _one(
 ) -> Run:
     settings, (start, mode, arm) = record.settings, turn
     roles = ("D",) if arm.alone else ("P", "D")
-    engines = {role: _engine(order, settings, arm, mode, role, sockets / f"{start}{mode}{arm.name}{role}") for role in roles}
+    port = free_port()
+    engines = {
+        role: _engine(order, settings, arm, mode, role, sockets / f"{start}{mode}{arm.name}{role}", port) for role in roles
+    }
     configured = json.loads(arm.connector.flag()) if arm.connector else {}
     made = Run(arm.name, mode, start, engines["D"].block, configured, started_by=zygote.start.value)
     record.keep(made)
@@ -129,7 +132,7 @@ def _one(
     return made
 
 
-def _engine(order: Order, settings: Settings, arm: Arm, mode: str, role: str, window: Path) -> Engine:
+def _engine(order: Order, settings: Settings, arm: Arm, mode: str, role: str, window: Path, port: int) -> Engine:
     longest = max(*settings.lengths, settings.at_once_length, BESIDE_TOKENS + BESIDE_NEW) + settings.output + ROOM
     return Engine(
         order.model,
@@ -143,6 +146,7 @@ def _engine(order: Order, settings: Settings, arm: Arm, mode: str, role: str, wi
         min(BATCHED_TOKENS, longest) if order.device is Device.CPU else BATCHED_TOKENS,
         settings.prefix_caching,
         order.flags,
+        port,
     )
 
 

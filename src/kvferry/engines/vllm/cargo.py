@@ -16,7 +16,7 @@ from kvferry.session import Card, Closing, Lease, Load, Meeting, PeerKey
 @dataclass
 class Orders(KVConnectorMetadata):
     """For every rank: words to kill, then words to make live; producers forgotten, then those met; loads to start; loads that
-    are refused."""
+    are refused. `idle`: nothing is computed in this step."""
 
     closing: tuple[Closing, ...] = ()
     opened: tuple[Lease, ...] = ()
@@ -24,6 +24,7 @@ class Orders(KVConnectorMetadata):
     meetings: tuple[Meeting, ...] = ()
     loads: tuple[Load, ...] = ()
     refused: tuple[str, ...] = ()
+    idle: bool = False
 
 
 @dataclass

@@ -137,7 +137,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        return self.scheduler.orders()
+        return self.scheduler.orders(idle=not scheduler_output.total_num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta

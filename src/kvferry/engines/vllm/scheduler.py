@@ -394,7 +394,7 @@ class SchedulerHalf:
         if decode.unhashable and self._evict is not None:
             self._evict(set(decode.unhashable))
 
-    def orders(self) -> Orders:
+    def orders(self, idle: bool = False) -> Orders:
         now = self._clock()
         for message in self._listener.take() if self._listener is not None else ():
             self._producer.receive(message, now)
@@ -415,6 +415,7 @@ class SchedulerHalf:
             tuple(pending.meetings),
             tuple(pending.loads),
             tuple(pending.refused),
+            idle,
         )
 
     def _keep_siblings(self, now: float) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
@@ -13,15 +15,20 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.version import __version__
 
 from kvferry.engines.vllm.cargo import Orders, Report
+from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.wharf import Wharf
-from kvferry.errors import SessionError
-from kvferry.manifest import Identity, Rank
-from kvferry.session import Card, Ending, Ferry, Load, Outcome, Words
+from kvferry.errors import KVFerryError, SessionError
+from kvferry.manifest import Identity, Manifest, Rank
+from kvferry.session import Card, Ending, Ferry, Hello, Load, Outcome, PeerKey, Words, meet
+from kvferry.session.wire import ask
 
 logger = logging.getLogger("kvferry.vllm")
+
+LINGER_S: Final = 0.003
+"""How long a step in which nothing is computed waits for loads that are all but over: the next comes a millisecond later."""
 
 
 def this_rank() -> Rank:
@@ -42,6 +49,8 @@ class WorkerHalf:
         self._sent: set[str] = set()
         self._refused: set[str] = set()
         self._in_step: dict[str, Load] = {}
+        self._idle = False
+        self._closing = threading.Event()
         self._invalid: set[int] = set()
         self._report = Report()
         self._stats = FerryStats()
@@ -58,8 +67,31 @@ class WorkerHalf:
         self._card = Card(manifest, wharf.words.manifest, wharf.transport.metadata())
         self._wharf, self._words = wharf, wharf.words
         filler = wharf.filler(kv_caches)
-        self._ferry = Ferry(wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended)
-        self._ferry.start()
+        ferry = self._ferry = Ferry(wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended)
+        ferry.start()
+        if self._options.peers and self._config.kv_transfer_config.is_kv_consumer and self._is_whole_engine:
+            threading.Thread(target=self._meet_early, args=(manifest, ferry), name="kvferry-meeting", daemon=True).start()
+
+    @property
+    def _is_whole_engine(self) -> bool:
+        return self._rank.tp_size == self._rank.pp_size == 1
+
+    def _meet_early(self, manifest: Manifest, ferry: Ferry) -> None:
+        """Ranks hear of producers with the first request. One that is alone plans as its scheduler will, and has connected by
+        then; whether anything is read from them the scheduler decides, which knows what model this is."""
+        for address in self._options.peers:
+            self._meet_one_early(address, manifest, ferry)
+
+    def _meet_one_early(self, address: str, manifest: Manifest, ferry: Ferry) -> None:
+        hello = Hello(self._config.kv_transfer_config.engine_id, "starting")
+        try:
+            welcome = ask(address, hello, self._options.key, self._options.greeting_s, self._closing)
+            model = welcome.cards[0].caches.identity.model
+            mine = [msgspec.structs.replace(manifest, identity=msgspec.structs.replace(manifest.identity, model=model))]
+            peer = PeerKey(address, welcome.engine, welcome.incarnation)
+            ferry.meet(meet(peer, without_other_drafters(welcome, mine), mine))
+        except KVFerryError as error:
+            logger.info("%s is connected to when the first request names it: %s", address, error)
 
     @property
     def card(self) -> Card | None:
@@ -86,6 +118,7 @@ class WorkerHalf:
         if self._in_step and not (self._wharf is not None and self._wharf.holds_the_engine_back()):
             self._ferry.settle(self._in_step.keys(), self._options.read_s)
         self._refused.update(orders.refused)
+        self._idle = orders.idle
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose lease has ended, whose load is over, and those of the latter that failed; each one once. Of loads made
@@ -95,8 +128,10 @@ class WorkerHalf:
         received = set(failed)
         lost: set[str] = set()
         in_step, self._in_step = self._in_step, {}
-        if in_step and self._ferry is not None:
+        if self._ferry is not None and in_step:
             self._ferry.settle(in_step.keys(), self._options.read_s)
+        elif self._ferry is not None and self._idle:
+            self._ferry.linger(LINGER_S)
         for outcome in self._ferry.outcomes() if self._ferry is not None else ():
             load = in_step.get(outcome.request)
             if load is None:
@@ -133,6 +168,7 @@ class WorkerHalf:
         return self._stats.take()
 
     def close(self) -> None:
+        self._closing.set()
         if self._ferry is not None:
             self._ferry.close()
             self._ferry = None
