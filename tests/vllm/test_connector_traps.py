@@ -719,7 +719,10 @@ class TestMedia:
         say(params, digest=there.connector.scheduler._prefills.pop("r").digest)
         at_consumer = self.said(here, params, other)
         here.connector.on_new_request(at_consumer)
-        return here.connector.scheduler._decodes["r"].reason == ""
+        here.connector.get_num_new_matched_tokens(at_consumer, 0)
+        decode = here.connector.scheduler._decodes["r"]
+        assert decode.unread is None
+        return decode.reason == ""
 
     @pytest.mark.parametrize("named", ["", "D"])
     def test_the_same_picture_is_the_same_under_any_name(self, named: str) -> None:

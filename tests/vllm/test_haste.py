@@ -13,7 +13,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm.cargo import Report
-from kvferry.engines.vllm.haste import SHORT_S, Haste, may_hurry
+from kvferry.engines.vllm.haste import LOADS_A_STEP, SHORT_S, Haste, may_hurry
 from kvferry.errors import SessionError
 from kvferry.session import Ferry, Lease, PeerKey
 
@@ -157,6 +157,29 @@ class TestInAStep:
             there.step_until(lambda: not there.scheduler.requests)
             assert there.held == 0
 
+    def test_of_many_that_come_together_a_few_are_loaded_in_each_step_and_all_leases_are_kept(self) -> None:
+        with engines(*sides("llama", side(blocks=90), side(blocks=90))) as (there, here):
+            acquainted(there, here)
+            names = [f"r{i}" for i in range(2 * LOADS_A_STEP + 1)]
+            for i, name in enumerate(names):
+                here.scheduler.add_request(here.request(name, prompt(i, 40), prefilled(there, name, prompt(i, 40))))
+            finished = []
+            for _ in range(3):
+                here.step()
+                finished.append(sum(name in here.outputs for name in names))
+            assert finished == [LOADS_A_STEP, 2 * LOADS_A_STEP, len(names)]
+            assert not here.connector.scheduler._unread
+            there.step_until(lambda: not there.scheduler.requests)
+            assert there.counted["released"] == len(names) + 1
+
+    def test_a_request_that_ends_before_its_reference_was_read_gives_the_lease_back(self) -> None:
+        with engines(*sides("llama", side(), side())) as (there, here):
+            here.scheduler.add_request(here.request("r", PROMPT, prefilled(there, "r", PROMPT)))
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            assert not here.connector.scheduler._decodes
+            there.step_until(lambda: not there.scheduler.requests)
+            assert there.held == 0
+
     def test_copies_that_never_end_stop_the_engine_rather_than_let_it_compute_on(self) -> None:
         with engines(*sides("llama", side(), side(options=(("read_s", 0.2),)))) as (there, here):
             acquainted(there, here)
@@ -201,11 +224,20 @@ class TestHaste:
         haste.saw(PEER, 1, SHORT_S / 3)
         for _ in range(3):
             assert haste.allows(REQUEST, PEER, 1)
-            haste.took(PEER, 1)
+            haste.took(PEER, 1, True)
         assert not haste.allows(REQUEST, PEER, 1)
         haste.new_step()
         assert haste.allows(REQUEST, PEER, 1)
         assert not haste.allows(REQUEST, PEER, 4)
+
+    def test_a_step_takes_on_a_few_loads_whatever_their_length(self) -> None:
+        haste = Haste(False)
+        for _ in range(LOADS_A_STEP):
+            assert not haste.has_enough
+            haste.took(PEER, 1, False)
+        assert haste.has_enough
+        haste.new_step()
+        assert not haste.has_enough
 
     def test_media_and_engines_that_cannot_are_never_hurried(self) -> None:
         haste = Haste(True)

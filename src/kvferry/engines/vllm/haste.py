@@ -17,6 +17,9 @@ from kvferry.session import PeerKey
 
 SHORT_S: Final = 0.006
 """All copies that one step may wait for: about a decode step of a small model."""
+LOADS_A_STEP: Final = 4
+"""Loads that one step takes on, in haste or not: of those that come together, the first need not wait until the last are
+ordered, and who decodes beside them waits for a few only."""
 _REMEMBERED: Final = 16
 
 
@@ -34,12 +37,18 @@ def may_hurry(config: Any, kv_cache_config: Any) -> bool:
 
 
 class Haste:
-    """Knows how fast producers were read, and how much of a step is spoken for."""
+    """Knows how fast producers were read, and how much a step has taken on."""
 
     def __init__(self, possible: bool) -> None:
         self._possible = possible
         self._paces: dict[PeerKey, deque[float]] = {}
         self._spoken_for = 0.0
+        self._taken = 0
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the step has taken on as many loads as it should."""
+        return self._taken >= LOADS_A_STEP
 
     def allows(self, request: Any, peer: PeerKey, tokens: int) -> bool:
         if not self._possible or request.mm_features:
@@ -47,12 +56,14 @@ class Haste:
         seconds = self._seconds(peer, tokens)
         return seconds is not None and self._spoken_for + seconds <= SHORT_S
 
-    def took(self, peer: PeerKey, tokens: int) -> None:
-        """Such a load was ordered."""
-        self._spoken_for += self._seconds(peer, tokens) or 0.0
+    def took(self, peer: PeerKey, tokens: int, in_step: bool) -> None:
+        """A load was ordered."""
+        self._taken += 1
+        if in_step:
+            self._spoken_for += self._seconds(peer, tokens) or 0.0
 
     def new_step(self) -> None:
-        self._spoken_for = 0.0
+        self._spoken_for, self._taken = 0.0, 0
 
     def saw(self, peer: PeerKey, tokens: int, seconds: float) -> None:
         """How long so many tokens took that any step could have waited for."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -59,6 +60,9 @@ logger = logging.getLogger("kvferry.vllm")
 FINISHED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
 SEEKERS = 4
+READ_A_STEP = 8
+"""References of requests that are still in vLLM's queue."""
+RETRY_S = 1.0
 
 
 class Stage(Enum):
@@ -73,10 +77,12 @@ class Stage(Enum):
 
 @dataclass
 class _Decode:
-    """A request that came with a reference; `reason` says why the reference is not used. `sibling` is one of another prompt,
-    from whose producer the right one is `sought`. `in_step`: it is loaded in the step that first computes it."""
+    """A request that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
+    `sibling` is one of another prompt, from whose producer the right one is `sought`. `in_step`: it is loaded in the step that
+    first computes it."""
 
-    reference: Reference | None
+    unread: Mapping[str, Any] | None = None
+    reference: Reference | None = None
     sibling: Reference | None = None
     sought: Future[Reference | None] | None = None
     reason: str = ""
@@ -138,6 +144,7 @@ class SchedulerHalf:
         self._evict: Callable[[set[int]], None] | None = None
         self._prefills: dict[str, _Prefill] = {}
         self._decodes: dict[str, _Decode] = {}
+        self._unread: dict[str, Any] = {}
         self._announced: set[PeerKey] = set()
         self._pending = _Pending()
         self._haste = Haste(may_hurry(config, kv_cache_config))
@@ -168,11 +175,27 @@ class SchedulerHalf:
             self._introduce(self._courier, address)
 
     def _introduce(self, courier: Courier[Meeting], address: str) -> None:
-        """A peer that is there and cannot be read ends the start; one that is not there yet does not."""
+        """A peer that is there and cannot be read ends the start; one that is not there yet is asked for until it is."""
         try:
             courier.introduce(address)
         except SessionError as error:
-            logger.warning("%s; it is met when the first request names it", error)
+            logger.warning("%s; it is asked for beside the engine", error)
+            waiting = threading.Thread(target=self._ask_for, args=(courier, address), name="kvferry-meeting", daemon=True)
+            waiting.start()
+
+    def _ask_for(self, courier: Courier[Meeting], address: str) -> None:
+        while not self._closing.wait(RETRY_S) and not self._has_answered(courier, address):
+            pass
+
+    def _has_answered(self, courier: Courier[Meeting], address: str) -> bool:
+        try:
+            courier.introduce(address)
+        except SessionError as error:
+            logger.debug("%s", error)
+            return False
+        except KVFerryError as error:
+            logger.error("%s cannot be read, which the requests that name it will find too: %s", address, error)
+        return True
 
     def _stamped(self, card: Card) -> Card:
         """Ranks know neither the start they belong to, nor, where they have no checkpoint at hand, the weights they serve."""
@@ -192,7 +215,8 @@ class SchedulerHalf:
         if params.get("do_remote_decode"):
             self._arrive_prefill(request)
         elif params.get("do_remote_prefill"):
-            self._arrive_decode(request, params)
+            self._decodes[request.request_id] = _Decode(params)
+            self._unread[request.request_id] = request
 
     def _arrive_prefill(self, request: Any) -> None:
         """N-1 tokens and one step, for every model: the consumer computes the last token itself."""
@@ -215,8 +239,12 @@ class SchedulerHalf:
         request.num_prompt_tokens -= 1
         self._prefills[request.request_id] = _Prefill(len(tokens), _digest(request, len(tokens), self._media_by_content))
 
-    def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
-        found = self._decodes[request.request_id] = _Decode(None)
+    def _read(self, request: Any, found: _Decode) -> None:
+        """Once, and a few in a step: all that arrive together would hold everybody up. A lease is kept from here on."""
+        params, found.unread = found.unread, None
+        if params is None:
+            return
+        del self._unread[request.request_id]
         try:
             if self._courier is None:
                 raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
@@ -308,6 +336,9 @@ class SchedulerHalf:
         decode = self._decodes.get(request.request_id)
         if decode is None or decode.stage is not Stage.WAITING:
             return 0, False
+        if self._haste.has_enough:
+            return None, False
+        self._read(request, decode)
         if not self._has_own_reference(request, decode):
             return None, False
         reference, decode.in_step = decode.reference, False
@@ -342,6 +373,7 @@ class SchedulerHalf:
         decode = self._decodes.get(identity)
         if decode is None:
             return
+        self._read(request, decode)
         if decode.stage is not Stage.WAITING:
             self._forget_hashes(decode)
             decode.unhashable = frozenset()
@@ -380,8 +412,7 @@ class SchedulerHalf:
         self._pending.loads.append(
             Load(request.request_id, peer, reference.lease, reference.tokens, start, reference.tables, here, decode.in_step)
         )
-        if decode.in_step:
-            self._haste.took(peer, external)
+        self._haste.took(peer, external, decode.in_step)
 
     def _over(self, identity: str, decode: _Decode, note: str) -> None:
         """Nothing more is loaded; the producer may have its blocks back."""
@@ -406,6 +437,8 @@ class SchedulerHalf:
             self._siblings.ended(end.lease)
         pending, self._pending = self._pending, _Pending()
         self._haste.new_step()
+        for request in [*islice(self._unread.values(), READ_A_STEP)]:
+            self._read(request, self._decodes[request.request_id])
         for decode in self._decodes.values():
             self._forget_hashes(decode)
         return Orders(
@@ -482,6 +515,8 @@ class SchedulerHalf:
         decode = self._decodes.get(identity)
         if decode is None:
             return
+        if decode.unread is not None:
+            self._read(self._unread[identity], decode)
         if decode.stage is Stage.LOADING:
             decode.stage = Stage.ABANDONED
             return

@@ -27,6 +27,7 @@ from kvferry.session.wire import ask
 
 logger = logging.getLogger("kvferry.vllm")
 
+RETRY_S: Final = 0.5
 LINGER_S: Final = 0.003
 """How long a step in which nothing is computed waits for loads that are all but over: the next comes a millisecond later."""
 
@@ -79,10 +80,13 @@ class WorkerHalf:
     def _meet_early(self, manifest: Manifest, ferry: Ferry) -> None:
         """Ranks hear of producers with the first request. One that is alone plans as its scheduler will, and has connected by
         then; whether anything is read from them the scheduler decides, which knows what model this is."""
-        for address in self._options.peers:
-            self._meet_one_early(address, manifest, ferry)
+        waiting = list(self._options.peers)
+        while waiting and not self._closing.is_set():
+            waiting = [address for address in waiting if not self._meet_one_early(address, manifest, ferry)]
+            self._closing.wait(RETRY_S)
 
-    def _meet_one_early(self, address: str, manifest: Manifest, ferry: Ferry) -> None:
+    def _meet_one_early(self, address: str, manifest: Manifest, ferry: Ferry) -> bool:
+        """Whether it need not be tried again."""
         hello = Hello(self._config.kv_transfer_config.engine_id, "starting")
         try:
             welcome = ask(address, hello, self._options.key, self._options.greeting_s, self._closing)
@@ -90,8 +94,12 @@ class WorkerHalf:
             mine = [msgspec.structs.replace(manifest, identity=msgspec.structs.replace(manifest.identity, model=model))]
             peer = PeerKey(address, welcome.engine, welcome.incarnation)
             ferry.meet(meet(peer, without_other_drafters(welcome, mine), mine))
+        except SessionError as error:
+            logger.debug("%s is not there yet: %s", address, error)
+            return False
         except KVFerryError as error:
             logger.info("%s is connected to when the first request names it: %s", address, error)
+        return True
 
     @property
     def card(self) -> Card | None:
