@@ -12,8 +12,9 @@ from served import Arrival, Engine, engines, load, side, sides
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from kvferry.engines.vllm.cargo import Report
-from kvferry.engines.vllm.haste import LOADS_A_STEP, SHORT_S, Haste, may_hurry
+from kvferry.engines.vllm.cargo import Orders, Report
+from kvferry.engines.vllm.haste import LOAD_S, LOADS_A_STEP, SHORT_S, Haste, may_hurry
+from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.errors import SessionError
 from kvferry.session import Ferry, Lease, PeerKey
 
@@ -180,6 +181,20 @@ class TestInAStep:
             there.step_until(lambda: not there.scheduler.requests)
             assert there.held == 0
 
+    def test_a_rank_in_the_schedulers_process_has_its_orders_before_vllm_passes_them_on(self) -> None:
+        with engines(*sides("llama", side(), side())) as (there, here):
+            worker = here.connectors[0].worker
+            stay_nearby(here.config.kv_transfer_config.engine_id, worker)
+            here.scheduler.add_request(here.request("first", PROMPT, prefilled(there, "first", PROMPT)))
+            here.step_until(lambda: "first" in here.outputs)
+            here.scheduler.add_request(here.request("r", prompt(8), prefilled(there, "r", prompt(8))))
+            out, parts = here.begin(lambda out: worker._ferry.settle(["r"], 5.0))
+            assert out.kv_connector_metadata == Orders(begun=True)
+            here.end(out, parts)
+            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
+            assert here.moved[0]["moved"] == here.moved[0]["predicted"] > 0
+            assert here.counted["loaded"] == 2
+
     def test_copies_that_never_end_stop_the_engine_rather_than_let_it_compute_on(self) -> None:
         with engines(*sides("llama", side(), side(options=(("read_s", 0.2),)))) as (there, here):
             acquainted(there, here)
@@ -237,6 +252,28 @@ class TestHaste:
             haste.took(PEER, 1, False)
         assert haste.has_enough
         haste.new_step()
+        assert not haste.has_enough
+
+    def test_a_long_step_takes_on_as_many_as_would_double_it(self) -> None:
+        now = [0.0]
+        haste = Haste(False, lambda: now[0])
+        for seconds in (9 * LOAD_S, 30 * LOAD_S, 9.5 * LOAD_S):
+            haste.new_step()
+            now[0] += seconds
+        haste.new_step()
+        for _ in range(9):
+            assert not haste.has_enough
+            haste.took(PEER, 1, False)
+        assert haste.has_enough
+
+    def test_steps_in_which_nothing_is_computed_say_nothing_of_how_long_one_takes(self) -> None:
+        now = [0.0]
+        haste = Haste(False, lambda: now[0])
+        for idle in (True, False, True, False, False):
+            haste.new_step(idle)
+            now[0] += 50 * LOAD_S if not idle else LOAD_S
+        for _ in range(LOADS_A_STEP + 1):
+            haste.took(PEER, 1, False)
         assert not haste.has_enough
 
     def test_media_and_engines_that_cannot_are_never_hurried(self) -> None:

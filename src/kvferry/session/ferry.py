@@ -28,6 +28,7 @@ import numpy as np
 
 from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
 from kvferry.plan import Binder, Fills, Loading, Request, Tiles
+from kvferry.plan.explain import costs
 from kvferry.session.consumer import PeerKey
 from kvferry.session.meeting import Meeting
 from kvferry.session.reference import Lease
@@ -47,6 +48,8 @@ _READ_S: Final = 0.0015
 some megabytes at each, and connections take some calls to come about."""
 _LENT_S: Final = 0.005
 """Between two looks at loads that the engine's own thread looks after."""
+_AT_LEAST: Final = 400e9
+"""Bytes a second."""
 _SETTLING_S: Final = 0.00005
 """Between two looks at loads that a step waits for."""
 _IDLE_S: Final = 0.05
@@ -218,6 +221,14 @@ class Ferry:
             if link is None or not link.anywhere:
                 crossing.error = f"{load.peer} is no longer read out of mapped memory"
             self._attempt(crossing, self._advance)
+
+    def pace(self, key: PeerKey) -> float | None:
+        """Seconds a token at a pace that any device's memory has, of a producer that any thread may read from."""
+        peer = self._peers.get(key)
+        link = peer.link if peer is not None else None
+        if peer is None or link is None or not link.anywhere:
+            return None
+        return sum(cost.bytes_per_token for cost in costs(peer.binder.plan)) / _AT_LEAST
 
     def linger(self, limit_s: float) -> None:
         """Wait until the loads that were begun on the engine's own thread are over, and no longer than this."""

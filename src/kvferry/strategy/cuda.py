@@ -175,6 +175,8 @@ class CudaMover:
         self._warmed: set[Form] = set()
         for columns in COLUMNS:
             self._warm(Form(UNITS[0], columns, COLUMNS[-1] // columns))
+        self._zero(torch.zeros(2, dtype=torch.int64, device=self._device), 0)
+        self._stream.synchronize()
 
     def export(self, storage: Storage) -> bytes:
         self._driver.enter(self._index)
@@ -226,10 +228,13 @@ class CudaMover:
         if not len(runs):
             return Over(0)
         slot, free = self._slot(runs.reshape(-1))
-        with torch.cuda.stream(self._stream):
-            kernel.zero[(min(len(runs), self._programs),)](slot.table, len(runs), COLUMNS=4096)
+        self._zero(slot.table, len(runs))
         self._driver.record(slot.ended, self._stream)
         return _Copies(self._driver, slot, free, 0)
+
+    def _zero(self, table: Any, runs: int) -> None:
+        with torch.cuda.stream(self._stream):
+            kernel.zero[(max(1, min(runs, self._programs)),)](table, runs, COLUMNS=4096)
 
     def precede_the_engine(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

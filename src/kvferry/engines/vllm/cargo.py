@@ -16,7 +16,7 @@ from kvferry.session import Card, Closing, Lease, Load, Meeting, PeerKey
 @dataclass
 class Orders(KVConnectorMetadata):
     """For every rank: words to kill, then words to make live; producers forgotten, then those met; loads to start; loads that
-    are refused. `idle`: nothing is computed in this step."""
+    are refused. `idle`: nothing is computed in this step. `begun`: ranks have all of it already."""
 
     closing: tuple[Closing, ...] = ()
     opened: tuple[Lease, ...] = ()
@@ -25,6 +25,7 @@ class Orders(KVConnectorMetadata):
     loads: tuple[Load, ...] = ()
     refused: tuple[str, ...] = ()
     idle: bool = False
+    begun: bool = False
 
 
 @dataclass

@@ -9,7 +9,9 @@ takes nothing of a failed request's next step where it fails rather than recompu
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 from kvferry.engines.vllm.tables import spec_of
@@ -18,8 +20,10 @@ from kvferry.session import PeerKey
 SHORT_S: Final = 0.006
 """All copies that one step may wait for: about a decode step of a small model."""
 LOADS_A_STEP: Final = 4
-"""Loads that one step takes on, in haste or not: of those that come together, the first need not wait until the last are
-ordered, and who decodes beside them waits for a few only."""
+"""Loads that one step takes on at least, in haste or not: of those that come together, the first need not wait until the last
+are ordered, and who decodes beside them waits for a few only."""
+LOAD_S: Final = 0.001
+"""About what a load costs the engine's thread: a long step takes on as many as would double it."""
 _REMEMBERED: Final = 16
 
 
@@ -39,8 +43,10 @@ def may_hurry(config: Any, kv_cache_config: Any) -> bool:
 class Haste:
     """Knows how fast producers were read, and how much a step has taken on."""
 
-    def __init__(self, possible: bool) -> None:
-        self._possible = possible
+    def __init__(self, possible: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._possible, self._clock = possible, clock
+        self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._began, self._computed = clock(), False
         self._paces: dict[PeerKey, deque[float]] = {}
         self._spoken_for = 0.0
         self._taken = 0
@@ -48,7 +54,7 @@ class Haste:
     @property
     def has_enough(self) -> bool:
         """Whether the step has taken on as many loads as it should."""
-        return self._taken >= LOADS_A_STEP
+        return self._taken >= max(LOADS_A_STEP, min(self._gaps, default=0.0) / LOAD_S)
 
     def allows(self, request: Any, peer: PeerKey, tokens: int) -> bool:
         if not self._possible or request.mm_features:
@@ -62,8 +68,16 @@ class Haste:
         if in_step:
             self._spoken_for += self._seconds(peer, tokens) or 0.0
 
-    def new_step(self) -> None:
+    def new_step(self, idle: bool = False) -> None:
+        """A step is ordered; `idle`: nothing is computed in it."""
         self._spoken_for, self._taken = 0.0, 0
+        began, self._began = self._began, self._clock()
+        if self._computed and not idle:
+            self._gaps.append(self._began - began)
+        self._computed = not idle
+
+    def knows(self, peer: PeerKey) -> bool:
+        return peer in self._paces
 
     def saw(self, peer: PeerKey, tokens: int, seconds: float) -> None:
         """How long so many tokens took that any step could have waited for."""

@@ -29,6 +29,7 @@ from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.haste import Haste, may_hurry
 from kvferry.engines.vllm.identity import adapter_of, fingerprint
 from kvferry.engines.vllm.media import are_named_by_request, content_of
+from kvferry.engines.vllm.nearby import rank_nearby
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.siblings import Siblings, family_of
 from kvferry.engines.vllm.stats import FerryStats
@@ -62,7 +63,7 @@ NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
 SEEKERS = 4
 READ_A_STEP = 8
 """References of requests that are still in vLLM's queue."""
-RETRY_S = 1.0
+RETRY_S = 0.25
 
 
 class Stage(Enum):
@@ -353,7 +354,10 @@ class SchedulerHalf:
         count = 0 if reference is None or request.skip_reading_prefix_cache else reference.tokens - computed
         if reference is None or count <= 0:
             return 0, False
-        decode.in_step = self._haste.allows(request, key_of(reference), count)
+        peer, rank = key_of(reference), rank_nearby(self._engine)
+        if rank is not None and not self._haste.knows(peer) and (pace := rank.pace(peer)) is not None:
+            self._haste.saw(peer, 1, pace)
+        decode.in_step = self._haste.allows(request, peer, count)
         return count, not decode.in_step
 
     def _refuse(self, request: Any, decode: _Decode, computed: int) -> tuple[int, bool]:
@@ -436,12 +440,12 @@ class SchedulerHalf:
             self._stats.count(end.ending.value)
             self._siblings.ended(end.lease)
         pending, self._pending = self._pending, _Pending()
-        self._haste.new_step()
+        self._haste.new_step(idle)
         for request in [*islice(self._unread.values(), READ_A_STEP)]:
             self._read(request, self._decodes[request.request_id])
         for decode in self._decodes.values():
             self._forget_hashes(decode)
-        return Orders(
+        orders = Orders(
             closing,
             self._producer.take_opened(),
             self._forgotten(pending),
@@ -450,6 +454,11 @@ class SchedulerHalf:
             tuple(pending.refused),
             idle,
         )
+        rank = rank_nearby(self._engine)
+        if rank is None:
+            return orders
+        rank.begin(orders)
+        return Orders(idle=idle, begun=True)
 
     def _keep_siblings(self, now: float) -> None:
         """The answer to a request of several prompts leaves when all are prefilled: until then nobody else renews."""

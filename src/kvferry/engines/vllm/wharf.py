@@ -64,11 +64,15 @@ class Wharf:
 
         return beside
 
+    @property
+    def on_device(self) -> bool:
+        return self._mover is not None
+
     def holds_the_engine_back(self) -> bool:
         """Whether what the engine launches from here on waits for the copies and fills that were begun: on a device it does."""
         if self._mover is not None:
             self._mover.precede_the_engine()
-        return self._mover is not None
+        return self.on_device
 
     def close(self) -> None:
         if self._shared is not None:

@@ -17,6 +17,7 @@ from vllm.version import __version__
 from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.manifest import manifest_of
+from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.wharf import Wharf
@@ -27,7 +28,7 @@ from kvferry.session.wire import ask
 
 logger = logging.getLogger("kvferry.vllm")
 
-RETRY_S: Final = 0.5
+RETRY_S: Final = 0.25
 LINGER_S: Final = 0.003
 """How long a step in which nothing is computed waits for loads that are all but over: the next comes a millisecond later."""
 
@@ -70,6 +71,8 @@ class WorkerHalf:
         filler = wharf.filler(kv_caches)
         ferry = self._ferry = Ferry(wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended)
         ferry.start()
+        if self._is_whole_engine and wharf.on_device:
+            stay_nearby(engine, self)
         if self._options.peers and self._config.kv_transfer_config.is_kv_consumer and self._is_whole_engine:
             threading.Thread(target=self._meet_early, args=(manifest, ferry), name="kvferry-meeting", daemon=True).start()
 
@@ -106,6 +109,14 @@ class WorkerHalf:
         return self._card
 
     def step(self, orders: Orders) -> None:
+        """Before the forward pass is launched."""
+        if not orders.begun:
+            self.begin(orders)
+        if self._in_step and self._ferry is not None and not (self._wharf is not None and self._wharf.holds_the_engine_back()):
+            self._ferry.settle(self._in_step.keys(), self._options.read_s)
+        self._idle = orders.idle
+
+    def begin(self, orders: Orders) -> None:
         """Words first: what is opened here is live before any output of the step can leave the engine."""
         if self._ferry is None or self._words is None:
             raise SessionError("the connector was given orders before its caches were registered")
@@ -123,10 +134,11 @@ class WorkerHalf:
             self._ferry.load(load)
             if load.in_step:
                 self._in_step[load.request] = load
-        if self._in_step and not (self._wharf is not None and self._wharf.holds_the_engine_back()):
-            self._ferry.settle(self._in_step.keys(), self._options.read_s)
         self._refused.update(orders.refused)
-        self._idle = orders.idle
+
+    def pace(self, peer: PeerKey) -> float | None:
+        """Seconds a token that a load from a producer should take at most, where a step may wait for it."""
+        return self._ferry.pace(peer) if self._ferry is not None else None
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose lease has ended, whose load is over, and those of the latter that failed; each one once. Of loads made

@@ -1,0 +1,27 @@
+"""A rank that is its whole engine, on a device, and lives in its scheduler's process: it need not wait for vLLM to pass its
+orders on, which on a GPU happens when a step's inputs are ready and its kernels are all but launched."""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from kvferry.engines.vllm.cargo import Orders
+from kvferry.session import PeerKey
+
+
+class Nearby(Protocol):
+    def begin(self, orders: Orders) -> None: ...
+
+    def pace(self, peer: PeerKey) -> float | None: ...
+
+
+_ranks: WeakValueDictionary[str, Nearby] = WeakValueDictionary()
+
+
+def stay_nearby(engine: str, rank: Nearby) -> None:
+    _ranks[engine] = rank
+
+
+def rank_nearby(engine: str) -> Nearby | None:
+    return _ranks.get(engine)
