@@ -40,7 +40,7 @@ def apply(device: Device) -> None:
         return
     _fork_children()
     _schedule_asynchronously_where_asked()
-    _inspect_models_here()
+    inspect_models_here()
     _leave_cores_alone()
     _make_intermediate_tensors_late()
     _keep_nixl_off_the_cores()
@@ -119,7 +119,7 @@ def _schedule_asynchronously_where_asked() -> None:
     CpuPlatform.check_and_update_config = classmethod(asking)
 
 
-def _inspect_models_here() -> None:
+def inspect_models_here() -> None:
     """vLLM looks at a model's class in a process of its own, to keep this one free of CUDA."""
     from vllm.model_executor.models import registry
 
