@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import multiprocessing as mp
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from engine import Setup
+from ranks_that_speak import speak
 from served import PATIENCE_S, Engine, engines
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvferry.fleet import one_gpu, patches
+from kvferry.fleet import patches
 
 pytestmark = pytest.mark.vllm
 
@@ -47,31 +45,11 @@ def test_the_last_token_of_a_prompt_is_computed_in_a_step_of_its_own(
     assert seen == steps
 
 
-def _speak(rank: int, store: str, pipe: Connection) -> None:
-    """What a rank hears from the other, each having numbers of its own."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    group = torch.distributed.new_group([0, 1])
-    me = SimpleNamespace(cpu_group=group, world_size=2, rank_in_group=rank, ranks=[0, 1], device=torch.device("cpu"))
-    mine = torch.tensor([[1, 2], [3, 4]], dtype=torch.bfloat16) + 10 * rank
-    found = {
-        "sum": one_gpu.all_reduce(me, mine),
-        "side by side": one_gpu.all_gather(me, mine, -1),
-        "below each other": one_gpu.all_gather(me, mine, 0),
-        "a share of the sum": one_gpu.reduce_scatter(me, mine, 0),
-        "told": one_gpu.broadcast(me, mine.clone(), 1),
-    }
-    if rank:
-        one_gpu.send(me, mine)
-    else:
-        found["sent"] = one_gpu.recv(me, mine.shape, mine.dtype)
-    pipe.send({name: tensor.tolist() for name, tensor in found.items()})
-
-
 def test_ranks_on_one_gpu_hear_each_other_through_the_host(tmp_path: Path) -> None:
     spawning = mp.get_context("spawn")
     pipes = [spawning.Pipe() for _ in range(2)]
     for rank, (_, there) in enumerate(pipes):
-        spawning.Process(target=_speak, args=(rank, str(tmp_path / "store"), there), daemon=True).start()
+        spawning.Process(target=speak, args=(rank, str(tmp_path / "store"), there), daemon=True).start()
     assert all(here.poll(PATIENCE_S) for here, _ in pipes), "a rank did not answer"
     first, second = (here.recv() for here, _ in pipes)
     whole = [[12.0, 14.0], [16.0, 18.0]]
