@@ -202,6 +202,45 @@ def test_blocks_that_the_consumer_already_has_are_not_moved(model: str) -> None:
             assert here.moved[rank]["moved"] - before[rank] == needed < whole.needed[rank]
 
 
+@pytest.mark.parametrize(
+    ("model", "producer", "consumer", "held"),
+    [
+        ("nemotron-h", side(), side(tp=2), 128),
+        ("nemotron-h", side(block=64), side(), 128),
+        ("granite-h-1g", side(tp=2), side(block=64), 128),
+        ("qwen3-next", side(), side(tp=2), 128),
+        ("jamba", side(), side(), 128),
+    ],
+)
+def test_tokens_that_the_consumer_has_without_their_state_are_not_moved(
+    model: str, producer: dict[str, Any], consumer: dict[str, Any], held: int
+) -> None:
+    """What was loaded for a prompt that ends inside a block leaves whole blocks of tokens, and no state at their end."""
+    with engines(*sides(model, producer, consumer, prefix_caching=True, blocks=64)) as (there, here):
+        cross(there, here, 150, "first")
+        before = [seen["moved"] for seen in here.moved]
+        prompt = PROMPT[: TOKENS + 1]
+        params = there.prefill("second", prompt)
+        arrival = load(there, here, "second", prompt, params, start=held, max_tokens=2)
+        assert arrival.differences() == []
+        for rank, needed in enumerate(arrival.needed):
+            assert here.moved[rank]["moved"] - before[rank] == needed > 0
+        here.step_until(lambda: not here.scheduler.requests)
+        assert here.scheduled["second"] == 2
+
+
+def test_tokens_without_their_state_are_computed_where_nothing_is_loaded() -> None:
+    """All the tokens that a reference has are here, and the state after them is not."""
+    with engines(*sides("nemotron-h", side(), side(), prefix_caching=True, blocks=64)) as (there, here):
+        cross(there, here, 150, "first")
+        prompt = PROMPT[:129]
+        params = there.prefill("second", prompt)
+        here.scheduler.add_request(here.request("second", prompt, params))
+        here.step_until(lambda: "second" in here.outputs)
+        assert here.scheduled["second"] == 129
+        assert here.connector.scheduler._decodes == {}
+
+
 @pytest.mark.parametrize("model", ["llama", "gemma3", "nemotron-h"])
 def test_a_reference_may_be_of_the_beginning_of_a_longer_prompt(model: str) -> None:
     with engines(*sides(model, side(tp=2), side(block=64))) as (there, here):
