@@ -37,7 +37,7 @@ from kvferry.fleet.connectors import OURS, STOCK  # noqa: E402
 from kvferry.fleet.device import Device, found_device  # noqa: E402
 from kvferry.fleet.legs import Answer, Prompt, ask, cross, prompt  # noqa: E402
 from kvferry.fleet.metrics import Counters, counted, counters  # noqa: E402
-from kvferry.fleet.patches import LAST_TOKEN_APART  # noqa: E402
+from kvferry.fleet.patches import LAST_TOKEN_APART, WIDE_WEIGHTS  # noqa: E402
 from kvferry.fleet.server import Server  # noqa: E402
 from kvferry.fleet.zygote import Zygote  # noqa: E402
 
@@ -65,7 +65,8 @@ STATES = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 @dataclass(frozen=True)
 class Family:
     """`engines` by a name, as changes to the default engine; `pairs` of their names. `shared`: prompts that share prefixes are
-    sent one after the other, with prefix caching, instead of `lengths`."""
+    sent one after the other, with prefix caching, instead of `lengths`. `repeated`: prompts say everything twice, so that what
+    comes next can be guessed."""
 
     name: str
     model: str
@@ -76,7 +77,9 @@ class Family:
     lengths: tuple[int, ...] = EDGES
     stock: bool = True
     shared: bool = False
+    repeated: bool = False
     flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     seconds: float = field(default=READY_SECONDS)
 
 
@@ -121,6 +124,15 @@ def stages(model: str, dtype: str, backend: str) -> Family:
     return Family(name, model, dtype, backend, engines, (("PP1", "PP2"), ("PP2", "PP1")), FEW, stock=False)
 
 
+def guessing(model: str, dtype: str, backend: str, guess: Mapping[str, Any], **changes: Any) -> Family:
+    """Speculation on either side and on both; the engine alone does without."""
+    how = {"flags": (f"--speculative-config={json.dumps(guess)}",)}
+    engines: dict[str, Any] = {"does not": {}, "guesses": how, "guesses again": how}
+    pairs = (("guesses", "guesses again"), ("does not", "guesses"), ("guesses", "does not"))
+    name = f"{model} {dtype} {backend} {guess['method']}"
+    return replace(Family(name, model, dtype, backend, engines, pairs, FEW, stock=False, repeated=True), **changes)
+
+
 def cuda_families() -> Iterator[Family]:
     """Those that matter most first."""
     half, full = ("bfloat16", "FLASH_ATTN"), ("float32", "TRITON_ATTN")
@@ -140,6 +152,9 @@ def cuda_families() -> Iterator[Family]:
     yield caching("nemotron-h", *full, 16, 64)
     yield caching("qwen3-next", *half, 16, 64)
     yield ranks("llama", *full)
+    yield guessing("nemotron-h", *full, {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2})
+    wide = {"flags": ("--load-format=dummy",), "environment": {WIDE_WEIGHTS: "1"}}
+    yield guessing("qwen3-next", *full, {"method": "mtp", "num_speculative_tokens": 2}, **wide)
     yield ranks("nemotron-h", *full)
     yield ranks("granite-h-1g", *full)
     yield ranks("nemotron-h-nano-state", *half, lengths=(100, 700), flags=long)
@@ -166,13 +181,14 @@ def cpu_families() -> Iterator[Family]:
     yield replace(ranks("llama", "float32", ""), engines={"TP1": {}, "TP2": {"tp": 2}})
     yield caching("llama", "float32", "", 32, 64)
     yield of_blocks("gpt-oss", "bfloat16", "", 32, lengths=FEW, stock=False)
+    yield guessing("llama", "float32", "", {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2})
 
 
 def engine(family: Family, made: Checkpoint, name: str, changes: Mapping[str, Any]) -> Engine:
     """The engine of that name; of stock's two, the one that is like the family's first."""
     connector = None if name == PLAIN else STOCK if name in (STOCK_P, STOCK_D) else OURS
     flags = [f"--dtype={family.dtype}", "--kv-cache-memory-bytes=768M", *family.flags]
-    environment = dict(changes.get("environment", {}))
+    environment = {**family.environment, **changes.get("environment", {})}
     if DEVICE is Device.CUDA:
         flags += ["--gpu-memory-utilization=0.02", f"--attention-backend={family.backend}"]
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
@@ -245,6 +261,8 @@ def shared_prompts() -> tuple[Prompt, ...]:
 
 def run(family: Family, zygote: Zygote, made: Checkpoint, record: Record, until: float) -> None:
     prompts = shared_prompts() if family.shared else tuple(prompt(n) for n in family.lengths)
+    if family.repeated:
+        prompts = tuple((one[: len(one) // 2 + 1] * 2)[: len(one)] for one in prompts)
     wanted = {PLAIN: {}, **family.engines}
     if family.stock:
         first = next(iter(family.engines.values()))
