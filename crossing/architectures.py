@@ -96,8 +96,8 @@ def deepseek() -> Any:
         num_hidden_layers=2,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
         q_lora_rank=None,
         n_routed_experts=4,
         first_k_dense_replace=2,
@@ -120,6 +120,27 @@ def qwen3_next(dim: int = 128) -> Any:
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
         architectures=["Qwen3NextForCausalLM"],
+    )
+
+
+def gpt_oss() -> Any:
+    """Attention sinks, and every other layer with a window."""
+    return transformers.GptOssConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        head_dim=32,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        architectures=["GptOssForCausalLM"],
+    )
+
+
+def nemotron_h_nano_state() -> Any:
+    """States and heads as large as Nemotron-3-Nano's: in bfloat16 vLLM makes blocks of 2,096 tokens."""
+    return nemotron_h(
+        head_dim=128, num_key_value_heads=2, mamba_num_heads=64, mamba_head_dim=64, ssm_state_size=128, n_groups=8
     )
 
 

@@ -50,9 +50,11 @@ ARCHITECTURES = {
         Architecture("gemma3", architectures.gemma3, stages=((3, 3), (2, 4)), window=architectures.WINDOW),
         Architecture("nemotron-h", architectures.nemotron_h, recurrent=True, stages=((3, 3), (5, 1))),
         Architecture("nemotron-h-large-state", architectures.nemotron_h_large_state, recurrent=True, stages=((3, 3),)),
+        Architecture("nemotron-h-nano-state", architectures.nemotron_h_nano_state, recurrent=True, dtype="bfloat16"),
         Architecture("granite-h-1g", lambda: architectures.granite_h(1), recurrent=True),
         Architecture("granite-h-2g", lambda: architectures.granite_h(2), recurrent=True),
         Architecture("deepseek", architectures.deepseek, dtype="bfloat16"),
+        Architecture("gpt-oss", architectures.gpt_oss, window=architectures.WINDOW, dtype="bfloat16"),
         Architecture("qwen3-next", architectures.qwen3_next, recurrent=True, dtype="bfloat16"),
     )
 }

@@ -1,26 +1,34 @@
-"""Everything that is to be seen of cache layouts on a machine with a GPU, in one run of about a minute.
+"""Everything that is to be seen of cache layouts on a machine with a GPU, in one run of about a minute and a half.
 
-    PYTHONPATH=src python3 tests/gpu/watch.py evidence.json
+    PYTHONPATH=src python3 tests/gpu/watch.py FOLDER [SECONDS]
 
 1. vLLM's cache-write ops, byte by byte, in every cache layout (as `kvferry certify` does);
 2. its kernels for recurrent states;
 3. whole caches of tiny models, allocated and written by vLLM, moved between backends, cache layouts, block sizes and
    tensor-parallel sizes by proved plans, and compared with what vLLM writes at the other side. Ranks of two share the GPU.
 
-What fails is written down, and the rest goes on; the file is written after every step. It is what
-src/kvferry/engines/vllm/evidence/ keeps of a machine.
+Each piece runs in a process of its own, forked once vLLM is imported, several at a time: what breaks one, or the GPU's context
+in it, does not break the others. What fails is written down; FOLDER/evidence.json is written whenever something was seen. It is
+what src/kvferry/engines/vllm/evidence/ keeps of a machine.
 """
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing as mp
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
+BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[2]
 for place in (ROOT / "tests" / "vllm", ROOT):
     sys.path.insert(0, str(place))
@@ -43,14 +51,17 @@ from byte_crossing import cross, pair  # noqa: E402
 from engine import Setup, start  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from kvferry.engines.vllm import layouts  # noqa: E402
-from kvferry.engines.vllm.certify import certify  # noqa: E402
-from kvferry.engines.vllm.certify_states import certify_states  # noqa: E402
+from kvferry.engines.vllm import certify, certify_states, layouts  # noqa: E402
 from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble  # noqa: E402
+from kvferry.fleet.device import Device  # noqa: E402
+from kvferry.fleet.launch import unfit_for_forks  # noqa: E402
+from kvferry.fleet.patches import inspect_models_here  # noqa: E402
 
 TOKENS = 157
 DEVICE = current_platform.device_type
-BEGAN = time.monotonic()
+SECONDS = 130.0
+AT_ONCE = {"cuda": 8, "cpu": 2}
+MODELS = ("llama", "deepseek_v2", "nemotron_h", "granitemoehybrid", "qwen3_next", "gemma3", "jamba", "lfm2")
 
 
 def tell(line: str) -> None:
@@ -125,25 +136,122 @@ def move(source: Setup, target: Setup, tokens: int = TOKENS) -> Outcome:
     )
 
 
-def moves(
-    wanted: Sequence[tuple[Setup, Setup]], seconds: float, tell: Callable[[str], None] = tell
-) -> tuple[tuple[Outcome, ...], tuple[Trouble, ...]]:
-    until = time.monotonic() + seconds
-    done, troubles = [], []
+def moves(wanted: Sequence[tuple[Setup, Setup]], seen: Callable[[Evidence], None]) -> None:
     for source, target in wanted:
         what = f"{source.model} {source.dtype}: {named(source)} -> {named(target)}"
-        if time.monotonic() > until:
-            troubles.append(Trouble(what, "not tried: no time was left"))
-            continue
         try:
-            done.append(move(source, target))
-            tell(f"{what}: {done[-1].found}")
+            found = move(source, target)
         except Exception as error:  # noqa: BLE001  what fails is written down, and the rest goes on
             last = traceback.extract_tb(error.__traceback__)[-1]
-            at = f"{Path(last.filename).name}:{last.lineno}"
-            tell(f"{what}: FAILED {type(error).__name__}: {error} ({at})")
-            troubles.append(Trouble(what, f"{type(error).__name__}: {error} ({at})"[:500]))
-    return tuple(done), tuple(troubles)
+            why = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+            tell(f"{what}: FAILED {why}")
+            seen(blank(troubles=(Trouble(what, why[:500]),)))
+        else:
+            tell(f"{what}: {found.found}")
+            seen(blank(moves=(found,)))
+
+
+def blank(**found: Any) -> Evidence:
+    return Evidence("", "", "", **found)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A piece of the run; `work` is given a function that takes what was seen."""
+
+    name: str
+    work: Callable[[Callable[[Evidence], None]], None]
+
+
+def of_ops() -> Iterator[Job]:
+    for subject in certify.CUDA_SUBJECTS if DEVICE == "cuda" else certify.subjects():
+        for form in subject.forms:
+            one = replace(subject, forms=(form,))
+            name = " ".join(filter(None, (subject.backend, subject.isa, form)))
+            yield Job(name, lambda seen, one=one: seen(certify.certify([one], told=tell)))  # type: ignore[misc]
+
+
+def of_states() -> Iterator[Job]:
+    for kind in certify_states.on_this_machine():
+
+        def work(seen: Callable[[Evidence], None], kind: Any = kind) -> None:
+            states, troubles = certify_states.certify_states(told=tell, kinds=(kind,))
+            seen(blank(states=states, troubles=troubles))
+
+        yield Job(kind.name, work)
+
+
+def of_moves() -> Iterator[Job]:
+    wanted = cuda_moves() if DEVICE == "cuda" else cpu_moves()
+    for model, some in groupby(wanted, key=lambda it: (it[0].model, it[0].dtype)):
+        chosen = tuple(some)
+
+        def work(seen: Callable[[Evidence], None], chosen: Any = chosen) -> None:
+            start()
+            moves(chosen, seen)
+
+        yield Job(f"moves of {' '.join(model)}", work)
+
+
+def begin(job: Job, pipe: Connection) -> None:
+    perform(job, lambda found: pipe.send_bytes(msgspec.json.encode(found)))
+
+
+def perform(job: Job, seen: Callable[[Evidence], None]) -> None:
+    try:
+        if DEVICE == "cuda":
+            torch.cuda.set_device(0)
+            current_platform.import_kernels()
+            from vllm.v1.worker.workspace import init_workspace_manager
+
+            init_workspace_manager(torch.device("cuda:0"))
+        job.work(seen)
+    except Exception as error:  # noqa: BLE001  what fails is written down, and the rest goes on
+        traceback.print_exc()
+        seen(blank(troubles=(Trouble(job.name, f"{type(error).__name__}: {error}"[:500]),)))
+
+
+def run_here(jobs: Sequence[Job], until: float, seen: Callable[[int, Evidence], None]) -> None:
+    """One after the other, where children could not use the device."""
+    for index, job in enumerate(jobs):
+        if time.monotonic() > until:
+            seen(index, blank(troubles=(Trouble(job.name, "not tried: no time was left"),)))
+        else:
+            perform(job, lambda found, index=index: seen(index, found))  # type: ignore[misc]
+
+
+def run_apart(jobs: Sequence[Job], until: float, seen: Callable[[int, Evidence], None]) -> None:
+    """Several at a time, each in a forked child; those that are not done in time are ended."""
+    forking = mp.get_context("fork")
+    waiting, running = list(enumerate(jobs)), {}
+    while waiting or running:
+        late = time.monotonic() > until
+        while waiting and not late and len(running) < AT_ONCE[DEVICE]:
+            index, job = waiting.pop(0)
+            here, there = forking.Pipe(duplex=False)
+            child = forking.Process(target=begin, args=(job, there), name=job.name)
+            child.start()
+            there.close()
+            running[here] = (index, child)
+        if late:
+            for index, job in waiting:
+                seen(index, blank(troubles=(Trouble(job.name, "not tried: no time was left"),)))
+            waiting = []
+        for pipe in wait(list(running), timeout=0.5) or (list(running) if late else ()):
+            index, child = running[pipe]  # type: ignore[index]
+            try:
+                if late and not pipe.poll():  # type: ignore[union-attr]
+                    child.kill()
+                    seen(index, blank(troubles=(Trouble(child.name, "not done: no time was left"),)))
+                    raise EOFError
+                seen(index, msgspec.json.decode(pipe.recv_bytes(), type=Evidence))  # type: ignore[union-attr]
+            except EOFError:
+                child.join()
+                del running[pipe]  # type: ignore[arg-type]
+                tell(f"{child.name}: done")
+                if child.exitcode and not late:
+                    why = f"its process ended with {child.exitcode}"
+                    seen(index, blank(troubles=(Trouble(child.name, why),)))
 
 
 def trust(run: Evidence) -> None:
@@ -153,26 +261,35 @@ def trust(run: Evidence) -> None:
     layouts._seen.cache_clear()
 
 
-def main(out: str, seconds: str = "60") -> None:
-    def keep(run: Evidence) -> None:
-        Path(out).write_bytes(msgspec.json.encode(run.sealed()) + b"\n")
+def main(folder: str, seconds: str = "") -> None:
+    until = BEGAN + float(seconds or SECONDS)
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    for model in MODELS:
+        with suppress(ImportError, AttributeError, OSError, RuntimeError):
+            importlib.import_module(f"vllm.model_executor.models.{model}")
+    inspect_models_here()
+    why = unfit_for_forks(Device(DEVICE))
+    tell(f"imported; {why or 'children may use the device'}")
+    run_all = run_here if why else run_apart
+    found: dict[int, list[Evidence]] = {}
 
-    tell("imported")
-    run = certify(told=tell)
-    keep(run)
-    states, troubles = certify_states(told=tell)
-    run = msgspec.structs.replace(run, states=states, troubles=run.troubles + troubles)
-    keep(run)
-    trust(run)
-    if DEVICE == "cuda":
-        torch.cuda.set_device(0)
-        from vllm.v1.worker.workspace import init_workspace_manager
+    def together() -> Evidence:
+        parts = [part for index in sorted(found) for part in found[index]]
+        kinds = ("sightings", "states", "moves", "troubles")
+        all_of = {kind: tuple(one for part in parts for one in getattr(part, kind)) for kind in kinds}
+        device = next((part.device for part in parts if part.device), DEVICE)
+        return Evidence(certify.__version__, str(torch.__version__), device, **all_of).sealed()
 
-        init_workspace_manager(torch.device("cuda:0"))
-    start()
-    done, troubles = moves(cuda_moves() if DEVICE == "cuda" else cpu_moves(), float(seconds))
-    run = msgspec.structs.replace(run, moves=done, troubles=run.troubles + troubles)
-    keep(run)
+    def keep(index: int, part: Evidence) -> None:
+        found.setdefault(index, []).append(part)
+        (out / "evidence.json").write_bytes(msgspec.json.encode(together()) + b"\n")
+
+    first = [*of_ops(), *of_states()]
+    run_all(first, until, keep)
+    trust(together())
+    run_all([*of_moves()], until, lambda index, part: keep(len(first) + index, part))
+    run = together()
     tell(f"{len(run.sightings)} sightings, {len(run.states)} states, {len(run.moves)} moves, {len(run.troubles)} troubles")
 
 

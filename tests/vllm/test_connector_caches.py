@@ -37,7 +37,7 @@ def cross(producer: Engine, consumer: Engine, tokens: int, name: str = "r", shif
         assert moved == predicted == needed > 0
     assert all((worker.memory != was).any() for worker, was in zip(consumer.ranks, arrival.before, strict=True))
     consumer.step_until(lambda: name in consumer.outputs)
-    assert consumer.scheduled[name] == 1 + consumer.setup.speculative
+    assert consumer.scheduled[name] in (1, 1 + consumer.setup.speculative)
     producer.step_until(lambda: not producer.scheduler.requests)
     for engine, what in ((producer, "sent"), (consumer, "received")):
         engine.idle()
@@ -172,6 +172,9 @@ def test_states_at_the_edges_of_blocks(model: str) -> None:
         one("nemotron-h", side(tp=1), side(tp=2)),
         one("nemotron-h", side(tp=2, conv="DS"), side(tp=1, prefix_caching=False)),
         one("granite-h-1g", side(tp=1, prefix_caching=False), side(tp=2, conv="DS")),
+        one("granite-h-1g", side(tp=1, speculative=2), side(tp=2, speculative=2)),
+        one("nemotron-h", side(tp=2), side(speculative=2, drafter=4)),
+        one("qwen3-next", side(speculative=1), side(block=64)),
     ],
 )
 def test_states_that_prefix_caching_keeps_in_many_blocks(
@@ -200,6 +203,45 @@ def test_blocks_that_the_consumer_already_has_are_not_moved(model: str) -> None:
         assert arrival.differences() == []
         for rank, needed in enumerate(arrival.needed):
             assert here.moved[rank]["moved"] - before[rank] == needed < whole.needed[rank]
+
+
+@pytest.mark.parametrize(
+    ("model", "producer", "consumer", "held"),
+    [
+        ("nemotron-h", side(), side(tp=2), 128),
+        ("nemotron-h", side(block=64), side(), 128),
+        ("granite-h-1g", side(tp=2), side(block=64), 128),
+        ("qwen3-next", side(), side(tp=2), 128),
+        ("jamba", side(), side(), 128),
+    ],
+)
+def test_tokens_that_the_consumer_has_without_their_state_are_not_moved(
+    model: str, producer: dict[str, Any], consumer: dict[str, Any], held: int
+) -> None:
+    """What was loaded for a prompt that ends inside a block leaves whole blocks of tokens, and no state at their end."""
+    with engines(*sides(model, producer, consumer, prefix_caching=True, blocks=64)) as (there, here):
+        cross(there, here, 150, "first")
+        before = [seen["moved"] for seen in here.moved]
+        prompt = PROMPT[: TOKENS + 1]
+        params = there.prefill("second", prompt)
+        arrival = load(there, here, "second", prompt, params, start=held, max_tokens=2)
+        assert arrival.differences() == []
+        for rank, needed in enumerate(arrival.needed):
+            assert here.moved[rank]["moved"] - before[rank] == needed > 0
+        here.step_until(lambda: not here.scheduler.requests)
+        assert here.scheduled["second"] == 2
+
+
+def test_tokens_without_their_state_are_computed_where_nothing_is_loaded() -> None:
+    """All the tokens that a reference has are here, and the state after them is not."""
+    with engines(*sides("nemotron-h", side(), side(), prefix_caching=True, blocks=64)) as (there, here):
+        cross(there, here, 150, "first")
+        prompt = PROMPT[:129]
+        params = there.prefill("second", prompt)
+        here.scheduler.add_request(here.request("second", prompt, params))
+        here.step_until(lambda: "second" in here.outputs)
+        assert here.scheduled["second"] == 129
+        assert here.connector.scheduler._decodes == {}
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3", "nemotron-h"])

@@ -103,6 +103,23 @@ def test_control_an_op_that_writes_otherwise_is_noticed(what: str, monkeypatch: 
     assert len(run.troubles) == 2
 
 
+@pytest.mark.parametrize(("refused", "left"), [("bfloat16", 1), ("auto", 0)])
+def test_a_spelling_that_an_op_does_not_take_is_told_of_and_the_others_count(
+    refused: str, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def picky(key: Any, value: Any, keys: Any, values: Any, slots: Any, form: str, *scales: Any) -> None:
+        if form == refused:
+            raise RuntimeError(f"Unsupported data type of kv cache: {form}")
+        stand_ins.kv(key, value, keys, values, slots, form, *scales)
+
+    start()
+    stand_ins.install(monkeypatch, picky)
+    flash = next(s for s in of_gpu() if s.backend == "FLASH_ATTN")
+    run = certify([replace(flash, forms=("bfloat16",), layouts=("LBHNC",))])
+    assert [len(one.cases) for one in run.sightings] == [1] * left
+    assert [trouble.what.rpartition(" ")[2] for trouble in run.troubles] == [refused]
+
+
 def test_kernels_keep_states_where_the_manifest_says() -> None:
     start()
     outcomes, troubles = watch_states()

@@ -59,7 +59,7 @@ def main() -> None:
     why = ""
     if start is Start.FORK:
         _prepare(device, imports)
-        why = _unfit(device)
+        why = unfit_for_forks(device)
         start = Start.SPAWN if why else Start.FORK
     answers.write(json.dumps({"ready": True, "start": start.value, "why": why}) + "\n")
     children: set[int] = set()
@@ -110,7 +110,7 @@ def _welcome(name: str) -> None:
         print(f"not imported in advance: {name}: {error}", file=sys.stderr, flush=True)
 
 
-def _unfit(device: Device) -> str:
+def unfit_for_forks(device: Device) -> str:
     """Why a forked child could not use the device: a child is sent to try."""
     if device is Device.CPU:
         return ""

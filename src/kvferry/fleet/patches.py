@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvferry.fleet import blocks
+from kvferry.fleet import blocks, one_gpu
 from kvferry.fleet.device import Device
 
 NAP_SECONDS = 0.0001
@@ -25,6 +25,10 @@ STOCK_AGENT = "FLEET_STOCK_AGENT"
 """The variable that gives our connector the NIXL agent that vLLM's own has, to tell the two apart."""
 WIDE_WEIGHTS = "FLEET_WIDE_WEIGHTS"
 """The variable that makes weights of `--load-format dummy` wide enough for the text to depend on the whole prompt."""
+
+LAST_TOKEN_APART = "FLEET_LAST_TOKEN_APART"
+"""The variable that has an engine compute a prompt in the steps of a pair: all tokens but the last, and then that one. Requests
+must come one at a time."""
 
 STOCK_AGENT_THREADS = 4
 WIDTH = 2.5
@@ -41,7 +45,7 @@ def apply(device: Device) -> None:
         return
     _fork_children()
     _schedule_asynchronously_where_asked()
-    _inspect_models_here()
+    inspect_models_here()
     _leave_cores_alone()
     _make_intermediate_tensors_late()
     _keep_nixl_off_the_cores()
@@ -55,6 +59,28 @@ def apply_ordered() -> None:
         _take_the_agent_of_stock()
     if os.environ.get(WIDE_WEIGHTS):
         _widen_dummy_weights()
+    if os.environ.get(LAST_TOKEN_APART):
+        _compute_last_tokens_apart()
+    if os.environ.get(one_gpu.VARIABLE):
+        one_gpu.share()
+
+
+def _compute_last_tokens_apart() -> None:
+    """What two engines compute in steps of N-1 tokens and of one is rounded otherwise than what one computes in a step of N."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.schedule
+
+    def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        most = self.max_num_scheduled_tokens
+        fresh = [request.num_prompt_tokens - 1 for request in self.waiting if not request.num_computed_tokens]
+        self.max_num_scheduled_tokens = min([most, *(tokens for tokens in fresh if tokens)])
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = most
+
+    Scheduler.schedule = apart
 
 
 def _take_the_agent_of_stock() -> None:
@@ -136,7 +162,7 @@ def _schedule_asynchronously_where_asked() -> None:
     CpuPlatform.check_and_update_config = classmethod(asking)
 
 
-def _inspect_models_here() -> None:
+def inspect_models_here() -> None:
     """vLLM looks at a model's class in a process of its own, to keep this one free of CUDA."""
     from vllm.model_executor.models import registry
 

@@ -434,6 +434,22 @@ def _check_apart(
             raise OpError(f"{trial}: what is kept of a head depends on the heads beside it")
 
 
+def _seen(subject: Subject, trials: Sequence[Trial], where: Any) -> tuple[tuple[Case, ...], tuple[Trouble, ...]]:
+    """None where an op was seen to write otherwise than the table says. A shape or a spelling that an op does not take is told
+    of, and the others count; where it takes not even the first, the others are not tried."""
+    cases, troubles = [], []
+    for trial in trials:
+        try:
+            cases.append(watch(trial, subject, where))
+        except Exception as error:  # noqa: BLE001, PERF203  any failure of foreign code is a finding of its own
+            troubles.append(Trouble(f"{trial}, asked for as {trial.spelled}", f"{type(error).__name__}: {error}"[:500]))
+            if isinstance(error, OpError):
+                return (), tuple(troubles)
+            if not cases:
+                break
+    return tuple(cases), tuple(troubles)
+
+
 def certify(
     chosen: Iterable[Subject] | None = None,
     *,
@@ -443,20 +459,20 @@ def certify(
 ) -> Evidence:
     """Watch every op in every format and cache layout. What fails is told of, and the rest goes on."""
     where = torch.device(device or current_platform.device_type)
-    sightings, troubles = [], []
+    sightings: list[Sighting] = []
+    troubles: list[Trouble] = []
     for subject in subjects() if chosen is None else chosen:
         for form, layout, trials in subject.trials():
             if layouts and layout not in layouts:
                 continue
+            found, wrong = _seen(subject, trials, where)
             name = " ".join(filter(None, (subject.backend, subject.isa, form, layout)))
-            try:
-                cases = tuple(watch(trial, subject, where) for trial in trials)
-            except Exception as error:  # noqa: BLE001  any failure of foreign code is a finding of its own
-                told(f"{name}: {type(error).__name__}: {error}")
-                troubles.append(Trouble(name, f"{type(error).__name__}: {error}"[:500]))
-                continue
-            told(f"{name}: seen in {len(cases)} cases")
-            sightings.append(Sighting(subject.backend, subject.isa, form, layout, cases))
+            for trouble in wrong:
+                told(f"{trouble.what}: {trouble.why}")
+            troubles += wrong
+            if found:
+                told(f"{name}: seen in {len(found)} cases")
+                sightings.append(Sighting(subject.backend, subject.isa, form, layout, found))
     machine = (__version__, str(torch.__version__), _device_name(where))
     return Evidence(*machine, tuple(sightings), troubles=tuple(troubles)).sealed()
 

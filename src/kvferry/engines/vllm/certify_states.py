@@ -8,7 +8,7 @@ there before.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -284,7 +284,7 @@ def _compare(kind: Recurrent, page: _Page, what: str, parts: Sequence[PlacedPart
         raise StateError(f"{kind.name}: bytes outside of {', '.join(p.name for p in parts)} are written")
 
 
-def _on_this_machine() -> Iterator[Recurrent]:
+def on_this_machine() -> Iterator[Recurrent]:
     """On a CPU the op of convolutions keeps the last taps, and is not used with speculation; states of gated delta nets are
     stepped by kernels of GPUs."""
     for kind in _recurrent():
@@ -295,12 +295,12 @@ def _on_this_machine() -> Iterator[Recurrent]:
 
 
 def certify_states(
-    device: str = "", told: Callable[[str], None] = lambda line: None
+    device: str = "", told: Callable[[str], None] = lambda line: None, kinds: Iterable[Recurrent] | None = None
 ) -> tuple[tuple[Outcome, ...], tuple[Trouble, ...]]:
     """Every kind of recurrent layer, in both conv orders."""
     where = torch.device(device or current_platform.device_type)
     outcomes, troubles = [], []
-    for kind in _on_this_machine():
+    for kind in on_this_machine() if kinds is None else kinds:
         for order, cases in CASES.items():
             name = f"{kind.name}, conv {order}"
             try:

@@ -21,6 +21,7 @@ from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.refusals import refuse_unserved
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
+from kvferry.engines.vllm.tables import only_states_lag
 from kvferry.engines.vllm.worker import WorkerHalf
 from kvferry.errors import SessionError
 
@@ -53,6 +54,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             raise SessionError("a worker's hook was called in a scheduler")
         return self._worker
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Then vLLM offers the tokens that attention has in the cache, also where no state is kept at their end: what a prompt
+        that ended inside a block leaves behind. Where nothing is loaded after all, vLLM goes back to where all groups agree."""
+        return only_states_lag(self._kv_cache_config.kv_cache_groups)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

@@ -21,6 +21,13 @@ def tables_of(groups: Sequence[Group], block_ids: Sequence[Sequence[int]], token
     }
 
 
+def only_states_lag(groups: Sequence[Group]) -> bool:
+    """Whether of a prefix that is found in the cache nothing but recurrent states can be missing: a load brings these whole,
+    and of all else what lies past the prefix. What a window has lost before its end would not be loaded."""
+    kinds = {type(spec_of(group.kv_cache_spec)).__name__ for group in groups}
+    return "MambaSpec" in kinds and kinds <= {"MambaSpec", "FullAttentionSpec", "MLAAttentionSpec"}
+
+
 def spec_of(spec: Any, layer: str = "") -> Any:
     """The spec of a layer, or of any: a group of one type but several shapes carries one for each, which agree on all but
     the shape."""

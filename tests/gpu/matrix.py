@@ -1,0 +1,405 @@
+"""Requests between real engines of every family on one GPU: text, log-probabilities, tokens and bytes.
+
+    PYTHONPATH=src python3 tests/gpu/matrix.py FOLDER [SECONDS] [EVIDENCE.json] [only NAME ...]
+
+Each family is a tiny model with engines that differ in block size, backend, prefix caching or ranks, pairs of them, and one
+engine alone that computes a prompt in the same steps as a pair does: all tokens but the last, then that one. vLLM's own
+connector runs beside ours where it starts. Several families run at a time; FOLDER/matrix.json is written after every pair. What
+fails is written down, and the rest goes on. EVIDENCE.json, as tests/gpu/watch.py makes it, counts as if it were kept with the
+package. Without a GPU a few families run on CPU engines, so that this program itself can be tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from crossing.checkpoints import Checkpoint, checkpoint  # noqa: E402
+from crossing.compare import difference  # noqa: E402
+from crossing.engine import Engine  # noqa: E402
+from kvferry.fleet import one_gpu  # noqa: E402
+from kvferry.fleet.connectors import OURS, STOCK  # noqa: E402
+from kvferry.fleet.device import Device, found_device  # noqa: E402
+from kvferry.fleet.legs import Answer, Prompt, ask, cross, prompt  # noqa: E402
+from kvferry.fleet.metrics import Counters, counted, counters  # noqa: E402
+from kvferry.fleet.patches import LAST_TOKEN_APART, WIDE_WEIGHTS  # noqa: E402
+from kvferry.fleet.server import Server  # noqa: E402
+from kvferry.fleet.zygote import Zygote  # noqa: E402
+
+DEVICE = found_device()
+BEGAN = time.monotonic()
+SECONDS = 420.0
+READY_SECONDS = 150.0
+"""Triton's first autotuning of a hybrid takes the better part of a minute."""
+AT_ONCE = {Device.CUDA: 4, Device.CPU: 1}
+NEW = 12
+MODELS = ("llama", "gemma3", "gpt_oss", "deepseek_v2", "nemotron_h", "granitemoehybrid", "qwen3_next")
+EVIDENCE = ROOT / "src/kvferry/engines/vllm/evidence"
+
+EDGES = (2, 15, 16, 17, 31, 33, 63, 64, 65, 66, 97, 127, 128, 129, 130, 161, 191, 225, 333, 511, 514, 700)
+FEW = (17, 64, 65, 129, 191, 333, 700)
+RESIDUES = tuple(range(140, 206))
+"""The first token of a window of 64 at every place in a block of 64."""
+
+PLAIN = "plain"
+STOCK_P, STOCK_D = "stock P", "stock D"
+STATES = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+"""Without it vLLM's own connector does not start with a model that has convolution states."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """`engines` by a name, as changes to the default engine; `pairs` of their names. `shared`: prompts that share prefixes are
+    sent one after the other, with prefix caching, instead of `lengths`. `repeated`: prompts say everything twice, so that what
+    comes next can be guessed."""
+
+    name: str
+    model: str
+    dtype: str
+    backend: str
+    engines: Mapping[str, Mapping[str, Any]]
+    pairs: tuple[tuple[str, str], ...]
+    lengths: tuple[int, ...] = EDGES
+    stock: bool = True
+    shared: bool = False
+    repeated: bool = False
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = field(default=READY_SECONDS)
+
+
+def blocks(*sizes: int) -> dict[str, dict[str, Any]]:
+    """An engine for each size, and a second of the first."""
+    made: dict[str, dict[str, Any]] = {f"b{size}": {"block": size} for size in sizes}
+    return {**made, f"b{sizes[0]} again": {"block": sizes[0]}}
+
+
+def both_ways(*sizes: int) -> tuple[tuple[str, str], ...]:
+    """Equal blocks, then the first size with each of the others, in both directions."""
+    first = f"b{sizes[0]}"
+    others = [pair for size in sizes[1:] for pair in ((first, f"b{size}"), (f"b{size}", first))]
+    return ((first, f"{first} again"), *others)
+
+
+def of_blocks(model: str, dtype: str, backend: str, *sizes: int, **changes: Any) -> Family:
+    name = f"{model} {dtype} {backend}"
+    return replace(Family(name, model, dtype, backend, blocks(*sizes), both_ways(*sizes)), **changes)
+
+
+def caching(model: str, dtype: str, backend: str, *sizes: int, **changes: Any) -> Family:
+    """Prefix caching on both sides."""
+    made = of_blocks(model, dtype, backend, *sizes)
+    engines = {name: {**engine, "prefix_caching": True} for name, engine in made.engines.items()}
+    return replace(made, name=f"{made.name} prefix caching", engines=engines, shared=True, **changes)
+
+
+def ranks(model: str, dtype: str, backend: str, **changes: Any) -> Family:
+    """One rank and two, on one GPU."""
+    two = {"tp": 2, "flags": one_gpu.FLAGS, "environment": one_gpu.ENVIRONMENT}
+    engines: dict[str, dict[str, Any]] = {"TP1": {}, "TP2": two}
+    name = f"{model} {dtype} {backend} TP1-TP2"
+    made = Family(name, model, dtype, backend, engines, (("TP1", "TP2"), ("TP2", "TP1")), FEW, stock=False)
+    return replace(made, **changes)
+
+
+def stages(model: str, dtype: str, backend: str) -> Family:
+    two = {"pp": 2, "flags": one_gpu.FLAGS, "environment": one_gpu.ENVIRONMENT}
+    engines: dict[str, dict[str, Any]] = {"PP1": {}, "PP2": two}
+    name = f"{model} {dtype} {backend} PP1-PP2"
+    return Family(name, model, dtype, backend, engines, (("PP1", "PP2"), ("PP2", "PP1")), FEW, stock=False)
+
+
+def guessing(model: str, dtype: str, backend: str, guess: Mapping[str, Any], **changes: Any) -> Family:
+    """Speculation on either side and on both; the engine alone does without."""
+    how = {"flags": (f"--speculative-config={json.dumps(guess)}",)}
+    engines: dict[str, Any] = {"does not": {}, "guesses": how, "guesses again": how}
+    pairs = (("guesses", "guesses again"), ("does not", "guesses"), ("guesses", "does not"))
+    name = f"{model} {dtype} {backend} {guess['method']}"
+    return replace(Family(name, model, dtype, backend, engines, pairs, FEW, stock=False, repeated=True), **changes)
+
+
+def cuda_families() -> Iterator[Family]:
+    """Those that matter most first."""
+    half, full = ("bfloat16", "FLASH_ATTN"), ("float32", "TRITON_ATTN")
+    long = ("--max-model-len=2048", "--max-num-batched-tokens=4096")
+    yield of_blocks("llama", *full, 16, 64, 128)
+    yield of_blocks("nemotron-h", *full, 16, 64, 128, lengths=FEW)
+    yield of_blocks("llama", *half, 16, 64, 128)
+    yield of_blocks("qwen3-next", *half, 16, 64, lengths=FEW)
+    yield of_blocks("nemotron-h-nano-state", *half, 16, lengths=(100, 700), flags=long)
+    yield of_blocks("gemma3", *full, 16, 64, lengths=RESIDUES)
+    yield of_blocks("granite-h-1g", *full, 16, 64, lengths=FEW)
+    yield mla()
+    yield of_blocks("nemotron-h", *half, 16, 64, lengths=FEW)
+    yield of_blocks("gpt-oss", *half, 16, 64, lengths=FEW)
+    yield of_blocks("gemma3", *half, 16, 64, lengths=RESIDUES)
+    yield of_blocks("granite-h-1g", *half, 16, 64, lengths=FEW)
+    yield caching("nemotron-h", *full, 16, 64)
+    yield caching("qwen3-next", *half, 16, 64)
+    yield ranks("llama", *full)
+    yield guessing("nemotron-h", *full, {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2})
+    wide = {"flags": ("--load-format=dummy",), "environment": {WIDE_WEIGHTS: "1"}}
+    yield guessing("qwen3-next", *full, {"method": "mtp", "num_speculative_tokens": 2}, **wide)
+    yield ranks("nemotron-h", *full)
+    yield ranks("granite-h-1g", *full)
+    yield ranks("nemotron-h-nano-state", *half, lengths=(100, 700), flags=long)
+    yield of_blocks("qwen3-next", *full, 16, lengths=FEW)
+    yield of_blocks("gpt-oss", *full, 16, 64, lengths=FEW)
+    yield caching("nemotron-h", *half, 16, 64)
+    yield caching("llama", *half, 16, 64)
+    yield ranks("gemma3", *full)
+    yield ranks("qwen3-next", *half)
+    yield stages("llama", *full)
+    yield stages("nemotron-h", *full)
+
+
+def mla() -> Family:
+    other = ("--attention-backend=FLASHMLA",)
+    engines = {**blocks(16, 64), "flash": {"block": 64, "flags": other}, "flash again": {"block": 64, "flags": other}}
+    pairs = (*both_ways(16, 64), ("flash", "flash again"), ("flash", "b16"), ("b16", "flash"))
+    return Family("deepseek bfloat16 MLA", "deepseek", "bfloat16", "TRITON_MLA", engines, pairs, FEW)
+
+
+def cpu_families() -> Iterator[Family]:
+    yield of_blocks("llama", "float32", "", 32, 64, lengths=FEW)
+    yield of_blocks("nemotron-h", "float32", "", 32, lengths=FEW, stock=False)
+    yield replace(ranks("llama", "float32", ""), engines={"TP1": {}, "TP2": {"tp": 2}})
+    yield caching("llama", "float32", "", 32, 64)
+    yield of_blocks("gpt-oss", "bfloat16", "", 32, lengths=FEW, stock=False)
+    yield guessing("llama", "float32", "", {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2})
+
+
+def engine(family: Family, made: Checkpoint, name: str, changes: Mapping[str, Any]) -> Engine:
+    """The engine of that name; of stock's two, the one that is like the family's first."""
+    connector = None if name == PLAIN else STOCK if name in (STOCK_P, STOCK_D) else OURS
+    flags = [f"--dtype={family.dtype}", "--kv-cache-memory-bytes=768M", *family.flags]
+    environment = {**family.environment, **changes.get("environment", {})}
+    if DEVICE is Device.CUDA:
+        flags += ["--gpu-memory-utilization=0.02", f"--attention-backend={family.backend}"]
+        environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    if name == PLAIN:
+        environment[LAST_TOKEN_APART] = "1"
+    if connector is STOCK and made.architecture.recurrent:
+        environment.update(STATES)
+    rest = {key: value for key, value in changes.items() if key not in ("flags", "environment")}
+    own = {"block": 16 if DEVICE is Device.CUDA else 32, **rest}
+    return Engine(made, connector, flags=(*flags, *changes.get("flags", ())), environment=environment, **own)
+
+
+@dataclass
+class Row:
+    """What came of one pair. Tokens and bytes are D's counters; `apart` is the largest distance of log-probabilities."""
+
+    family: str
+    producer: str
+    consumer: str
+    connector: str
+    verdict: str
+    detail: str = ""
+    requests: int = 0
+    right: int = 0
+    apart: float = 0.0
+    prompt_tokens: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    each: list[dict[str, Any]] = field(default_factory=list)
+    log: str = ""
+
+
+class Record:
+    """All rows and troubles, written whenever there is one more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._rows: list[Row] = []
+        self._families: dict[str, dict[str, Any]] = {}
+
+    def add(self, row: Row) -> None:
+        tell(f"{row.family}: {row.producer} -> {row.consumer} ({row.connector}): {row.verdict} {row.right}/{row.requests} "
+             f"{row.apart:.2g} {row.detail}")  # fmt: skip
+        with self._lock:
+            self._rows.append(row)
+            self._write()
+
+    def family(self, name: str, **said: Any) -> None:
+        tell(f"{name}: {said}")
+        with self._lock:
+            self._families.setdefault(name, {}).update(said)
+            self._write()
+
+    def _write(self) -> None:
+        said = {"device": DEVICE.value, "families": self._families, "rows": [asdict(row) for row in self._rows]}
+        text = json.dumps(said, indent=1, default=str)
+        (self._folder / "matrix.json").write_text(text, encoding="utf-8")
+
+
+def tell(line: str) -> None:
+    print(f"{time.monotonic() - BEGAN:6.1f} s  {line}"[:600], flush=True)
+
+
+def shared_prompts() -> tuple[Prompt, ...]:
+    """Prompts that begin alike, one that is sent again, one that goes on from another, and one of another kind."""
+    common = prompt(300, 7)
+    first = (*common, *prompt(33, 1))
+    return (first, (*common, *prompt(41, 2)), first, (*first, *prompt(150, 3)), prompt(290, 8), (*common, *prompt(5, 4)))
+
+
+def run(family: Family, zygote: Zygote, made: Checkpoint, record: Record, until: float) -> None:
+    prompts = shared_prompts() if family.shared else tuple(prompt(n) for n in family.lengths)
+    if family.repeated:
+        prompts = tuple((one[: len(one) // 2 + 1] * 2)[: len(one)] for one in prompts)
+    wanted = {PLAIN: {}, **family.engines}
+    if family.stock:
+        first = next(iter(family.engines.values()))
+        wanted |= {STOCK_P: first, STOCK_D: first}
+    began = time.monotonic()
+    with ExitStack() as stack:
+        up: dict[str, Server] = {}
+        for name, changes in wanted.items():
+            label = f"{family.name} {name}".replace(" ", "-")
+            up[name] = Server(engine(family, made, name, changes), zygote, label)
+            stack.callback(up[name].stop)
+        reference = [ask(ready(up[PLAIN], family, until), tokens, max_new=NEW) for tokens in prompts]
+        record.family(family.name, reference_s=round(time.monotonic() - began, 1))
+        bad = next((it.error for it in reference if not it.good), "")
+        if bad:
+            raise ValueError(f"the engine alone failed: {bad}")
+        pairs = [(one, other, "kvferry") for one, other in family.pairs]
+        if family.stock:
+            pairs.insert(1, (STOCK_P, STOCK_D, "stock"))
+        for one, other, connector in pairs:
+            row = Row(family.name, one, other, connector, "failed")
+            try:
+                producer, consumer = ready(up[one], family, until), ready(up[other], family, until)
+                judge(row, family, prompts, reference, producer, consumer)
+            except Exception as error:  # noqa: BLE001  what fails is written down, and the rest goes on
+                row.detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500]
+                row.log = "\n".join(f"{name}: {up[name].reason()}\n{up[name].tail(25)}" for name in (one, other))[-6000:]
+            record.add(row)
+    record.family(family.name, seconds=round(time.monotonic() - began, 1))
+
+
+def ready(server: Server, family: Family, until: float) -> Server:
+    return server.wait(max(1.0, min(family.seconds, until - time.monotonic())))
+
+
+def judge(
+    row: Row, family: Family, prompts: Sequence[Prompt], reference: Sequence[Answer], producer: Server, consumer: Server
+) -> None:
+    """One request at a time, so that steps hold the same tokens as the engine's alone."""
+    row.requests, row.prompt_tokens = len(prompts), sum(map(len, prompts))
+    found = []
+    first = before = counters(consumer)
+    for tokens, alone in zip(prompts, reference, strict=True):
+        crossed = cross(producer, consumer, tokens, max_new=NEW)
+        one = difference(len(tokens), crossed.decode, alone, family.dtype)
+        found.append(one)
+        if not crossed.decode.good:
+            row.each.append({"tokens": len(tokens), "why": one.why})
+            row.detail, row.log = one.why, f"{producer.tail(15)}\n{consumer.tail(25)}"[-6000:]
+            return
+        if family.shared:
+            counts = settled(consumer, before, len(tokens))
+            before = plus(before, counts)
+            row.each.append({"tokens": len(tokens), "apart": one.apart, "why": one.why, **some(counts)})
+        elif not one.right:
+            row.each.append({"tokens": len(tokens), "apart": one.apart, "why": one.why})
+    total = settled(consumer, first, row.prompt_tokens)
+    row.counts = {name: value for name, value in asdict(total).items() if value}
+    row.right, row.apart = sum(it.right for it in found), max(it.apart for it in found)
+    row.verdict, row.detail = verdict(row, found, total)
+    if family.shared:
+        again = [difference(len(tokens), ask(consumer, tokens, max_new=NEW), alone, family.dtype) for tokens, alone in
+                 zip(prompts, reference, strict=True)]  # fmt: skip
+        row.each.append({"asked of D alone afterwards": [it.why or it.apart for it in again]})
+        if any(not it.right for it in again):
+            row.verdict = f"{row.verdict}, and D's prefix cache is poisoned"
+
+
+def settled(server: Server, before: Counters, tokens: int) -> Counters:
+    return counted(server, before, lambda c: c.prompt_tokens >= tokens, 3.0)
+
+
+def some(counts: Counters) -> dict[str, int]:
+    return {name: value for name, value in asdict(counts).items() if value}
+
+
+def plus(one: Counters, other: Counters) -> Counters:
+    return Counters(**{name: value + getattr(other, name) for name, value in asdict(one).items()})
+
+
+def verdict(row: Row, found: Sequence[Any], total: Counters) -> tuple[str, str]:
+    """Right text proves nothing where D computed the prompt itself."""
+    wrong = [it.why for it in found if not it.right]
+    if wrong:
+        return "wrong", "; ".join(wrong)[:500]
+    needed = row.prompt_tokens - row.requests
+    if total.from_peer + total.cached < needed:
+        return "recomputed", f"{total.from_peer} of {needed} prompt tokens came from P, {total.cached} were held"
+    if row.connector == "kvferry" and total.bytes_moved != total.bytes_predicted:
+        return "wrong", f"{total.bytes_moved} bytes moved, {total.bytes_predicted} foretold"
+    return "right", ""
+
+
+def main(folder: str, seconds: str = "", evidence: str = "", *only: str) -> None:
+    until = BEGAN + float(seconds or SECONDS)
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    if evidence:
+        shutil.copyfile(evidence, EVIDENCE / "h200-vllm-0.32.json")
+    record = Record(out)
+    work = Path(tempfile.mkdtemp(prefix="matrix-"))
+    imports = [f"vllm.model_executor.models.{model}" for model in MODELS] if DEVICE is Device.CUDA else []
+    zygote = Zygote(work / "logs", DEVICE, imports=imports)
+    families = [it for it in (cuda_families() if DEVICE is Device.CUDA else cpu_families()) if chosen(it, only)]
+    checkpoints: dict[str, Checkpoint] = {}
+    for model in dict.fromkeys(it.model for it in families):
+        try:
+            checkpoints[model] = checkpoint(model, work / "checkpoints")
+        except Exception as error:  # noqa: BLE001, PERF203  what fails is written down, and the rest goes on
+            record.family(model, checkpoint=f"{type(error).__name__}: {error}"[:500])
+    zygote.wait()
+    tell(f"imported; {zygote.why_spawned or 'engines are forked'}")
+
+    def one(family: Family) -> None:
+        if time.monotonic() > until - 25 or family.model not in checkpoints:
+            record.family(family.name, trouble="not tried")
+            return
+        try:
+            run(family, zygote, checkpoints[family.model], record, until)
+        except Exception as error:  # noqa: BLE001  what fails is written down, and the rest goes on
+            traceback.print_exc()
+            record.family(family.name, trouble=f"{type(error).__name__}: {error}"[:4000])
+
+    pool = ThreadPoolExecutor(AT_ONCE[DEVICE])
+    running = [pool.submit(one, family) for family in families]
+    _, late = wait(running, max(0.1, until + 15 - time.monotonic()))
+    if late:
+        record.family("all", trouble=f"{len(late)} families were not done in time")
+    zygote.close()
+    tell("done")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def chosen(family: Family, only: Sequence[str]) -> bool:
+    return not only or any(all(word in family.name for word in name.split("+")) for name in only)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
