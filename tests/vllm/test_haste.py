@@ -12,6 +12,7 @@ from served import Arrival, Engine, engines, load, side, sides
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from kvferry.engines.vllm import haste
 from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.haste import LOAD_S, LOADS_A_STEP, SHORT_S, Haste, may_hurry
 from kvferry.engines.vllm.nearby import stay_nearby
@@ -158,17 +159,21 @@ class TestInAStep:
             there.step_until(lambda: not there.scheduler.requests)
             assert there.held == 0
 
-    def test_of_many_that_come_together_a_few_are_loaded_in_each_step_and_all_leases_are_kept(self) -> None:
-        with engines(*sides("llama", side(blocks=90), side(blocks=90))) as (there, here):
+    def test_of_many_that_come_together_a_few_are_loaded_in_each_step_and_all_leases_are_kept(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
+        monkeypatch.setattr(haste, "LOAD_S", 1e9)
+        with engines(*sides("llama", side(), side())) as (there, here):
             acquainted(there, here)
-            names = [f"r{i}" for i in range(2 * LOADS_A_STEP + 1)]
+            names = [f"r{i}" for i in range(5)]
             for i, name in enumerate(names):
                 here.scheduler.add_request(here.request(name, prompt(i, 40), prefilled(there, name, prompt(i, 40))))
             finished = []
             for _ in range(3):
                 here.step()
                 finished.append(sum(name in here.outputs for name in names))
-            assert finished == [LOADS_A_STEP, 2 * LOADS_A_STEP, len(names)]
+            assert finished == [2, 4, 5]
             assert not here.connector.scheduler._unread
             there.step_until(lambda: not there.scheduler.requests)
             assert there.counted["released"] == len(names) + 1
@@ -226,60 +231,60 @@ def test_only_where_vllm_can_undo_it(setup: Setup, may: bool) -> None:
 
 class TestHaste:
     def test_nothing_is_known_of_a_producer_until_it_was_read(self) -> None:
-        haste = Haste(True)
-        assert not haste.allows(REQUEST, PEER, 10)
-        haste.saw(PEER, 1000, 0.001)
-        assert haste.allows(REQUEST, PEER, 10)
-        assert not haste.allows(REQUEST, OTHER, 10)
-        haste.forget(PEER)
-        assert not haste.allows(REQUEST, PEER, 10)
+        found = Haste(True)
+        assert not found.allows(REQUEST, PEER, 10)
+        found.saw(PEER, 1000, 0.001)
+        assert found.allows(REQUEST, PEER, 10)
+        assert not found.allows(REQUEST, OTHER, 10)
+        found.forget(PEER)
+        assert not found.allows(REQUEST, PEER, 10)
 
     def test_a_step_waits_for_so_much_and_no_more(self) -> None:
-        haste = Haste(True)
-        haste.saw(PEER, 1, SHORT_S / 3)
+        found = Haste(True)
+        found.saw(PEER, 1, SHORT_S / 3)
         for _ in range(3):
-            assert haste.allows(REQUEST, PEER, 1)
-            haste.took(PEER, 1, True)
-        assert not haste.allows(REQUEST, PEER, 1)
-        haste.new_step()
-        assert haste.allows(REQUEST, PEER, 1)
-        assert not haste.allows(REQUEST, PEER, 4)
+            assert found.allows(REQUEST, PEER, 1)
+            found.took(PEER, 1, True)
+        assert not found.allows(REQUEST, PEER, 1)
+        found.new_step()
+        assert found.allows(REQUEST, PEER, 1)
+        assert not found.allows(REQUEST, PEER, 4)
 
     def test_a_step_takes_on_a_few_loads_whatever_their_length(self) -> None:
-        haste = Haste(False)
+        found = Haste(False)
         for _ in range(LOADS_A_STEP):
-            assert not haste.has_enough
-            haste.took(PEER, 1, False)
-        assert haste.has_enough
-        haste.new_step()
-        assert not haste.has_enough
+            assert not found.has_enough
+            found.took(PEER, 1, False)
+        assert found.has_enough
+        found.new_step()
+        assert not found.has_enough
 
     def test_a_long_step_takes_on_as_many_as_would_double_it(self) -> None:
         now = [0.0]
-        haste = Haste(False, lambda: now[0])
-        for seconds in (9 * LOAD_S, 30 * LOAD_S, 9.5 * LOAD_S):
-            haste.new_step()
+        found = Haste(False, lambda: now[0])
+        for seconds in (19 * LOAD_S, 60 * LOAD_S, 19.5 * LOAD_S):
+            found.new_step()
             now[0] += seconds
-        haste.new_step()
-        for _ in range(9):
-            assert not haste.has_enough
-            haste.took(PEER, 1, False)
-        assert haste.has_enough
+        found.new_step()
+        for _ in range(19):
+            assert not found.has_enough
+            found.took(PEER, 1, False)
+        assert found.has_enough
 
     def test_steps_in_which_nothing_is_computed_say_nothing_of_how_long_one_takes(self) -> None:
         now = [0.0]
-        haste = Haste(False, lambda: now[0])
+        found = Haste(False, lambda: now[0])
         for idle in (True, False, True, False, False):
-            haste.new_step(idle)
+            found.new_step(idle)
             now[0] += 50 * LOAD_S if not idle else LOAD_S
         for _ in range(LOADS_A_STEP + 1):
-            haste.took(PEER, 1, False)
-        assert not haste.has_enough
+            found.took(PEER, 1, False)
+        assert not found.has_enough
 
     def test_media_and_engines_that_cannot_are_never_hurried(self) -> None:
-        haste = Haste(True)
-        haste.saw(PEER, 1, 0.0)
-        assert not haste.allows(SimpleNamespace(mm_features=["picture"]), PEER, 1)
+        found = Haste(True)
+        found.saw(PEER, 1, 0.0)
+        assert not found.allows(SimpleNamespace(mm_features=["picture"]), PEER, 1)
         never = Haste(False)
         never.saw(PEER, 1, 0.0)
         assert not never.allows(REQUEST, PEER, 1)

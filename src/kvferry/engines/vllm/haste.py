@@ -19,7 +19,7 @@ from kvferry.session import PeerKey
 
 SHORT_S: Final = 0.006
 """All copies that one step may wait for: about a decode step of a small model."""
-LOADS_A_STEP: Final = 4
+LOADS_A_STEP: Final = 16
 """Loads that one step takes on at least, in haste or not: of those that come together, the first need not wait until the last
 are ordered, and who decodes beside them waits for a few only."""
 LOAD_S: Final = 0.001
