@@ -1,5 +1,5 @@
 """The command line: `plan` and `explain` show a transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo`
-carries requests, `bench` measures."""
+carries requests, `up` serves, `bench` measures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvferry.cli.demo import demo_command
 from kvferry.cli.explain import explain_command
 from kvferry.cli.output import complain
 from kvferry.cli.plan import plan_command
+from kvferry.cli.up import up_command
 from kvferry.cli.verify import verify_command
 from kvferry.errors import KVFerryError
 
@@ -29,6 +30,7 @@ app.command("explain")(explain_command)
 app.command("verify")(verify_command)
 app.command("certify")(certify_command)
 app.command("demo")(demo_command)
+app.command("up")(up_command)
 app.add_typer(bench_app, name="bench")
 
 
