@@ -584,6 +584,45 @@ class TestSiblings:
                 assert ended_among(here, name) is FinishReason.LENGTH
             released(there)
 
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("0_cmpl-9-0-5a5a5a5a", "1_cmpl-9-0-5a5a5a5a"),
+            ("0_chatcmpl-___prefill_addr_10.0.0.1:8100_9f-5a5a5a5a", "1_chatcmpl-___prefill_addr_10.0.0.1:8100_9f-5a5a5a5a"),
+        ],
+        ids=["completion", "chat"],
+    )
+    def test_an_answer_that_comes_after_the_first_has_loaded_is_loaded_too(self, names: tuple[str, str]) -> None:
+        with engines(*sides("nemotron-h", {}, {})) as (there, here):
+            params = prefilled(there, names[0])
+            for done, name in enumerate(names, 1):
+                here.scheduler.add_request(here.request(name, PROMPT, dict(params)))
+                assert ended(here, name) is FinishReason.LENGTH
+                assert here.counted["loaded"] == done
+            released(there)
+
+    def test_a_prompt_that_comes_again_while_others_of_its_request_are_there_is_loaded_too(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = self.prefilled(there)
+            again = "cmpl-7-3-30000000"
+            for name, prompt in zip(self.NAMES[:2], self.PROMPTS[:2], strict=True):
+                here.scheduler.add_request(here.request(name, prompt, dict(params)))
+            for name in self.NAMES[:2]:
+                assert ended_among(here, name) is FinishReason.LENGTH
+            here.scheduler.add_request(here.request(again, self.PROMPTS[0], dict(params)))
+            assert ended_among(here, again) is FinishReason.LENGTH
+            assert here.counted["loaded"] == 3
+
+    def test_a_request_that_is_alone_is_released_at_once(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            courier, lingering = here.connector.scheduler._courier, []
+            release = courier.release
+            courier.release = lambda *args: (lingering.append(args[3]), release(*args))
+            here.scheduler.add_request(here.request("cmpl-9-0-5a5a5a5a", PROMPT, prefilled(there)))
+            assert ended(here, "cmpl-9-0-5a5a5a5a") is FinishReason.LENGTH
+            released(there)
+            assert lingering == [0.0]
+
     def test_a_request_that_is_sent_again_has_a_lease_of_its_own(self) -> None:
         with engines(Setup("llama", engine="P")) as (there,):
             one, other = (prefilled(there, f"cmpl-9-0-5a5a5a5{i}") for i in range(2))

@@ -15,6 +15,7 @@ import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.identity import adapter_of, fingerprint
 from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.options import Options
-from kvferry.engines.vllm.siblings import Siblings, family_of
+from kvferry.engines.vllm.siblings import Siblings, family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import tables_of
 from kvferry.errors import BadReferenceError, BindError, KVFerryError, SessionError
@@ -58,6 +59,9 @@ logger = logging.getLogger("kvferry.vllm")
 FINISHED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
 SEEKERS = 4
+LINGER_S = 1.0
+"""How long a lease is kept for other parts of a request than the one that has loaded. They come one after the other, and the
+first may be over before the last is there."""
 
 
 class Stage(Enum):
@@ -73,9 +77,10 @@ class Stage(Enum):
 @dataclass
 class _Decode:
     """A request that came with a reference; `reason` says why the reference is not used. `sibling` is one of another prompt,
-    from whose producer the right one is `sought`."""
+    from whose producer the right one is `sought`. `family`: the request that it may be a part of."""
 
     reference: Reference | None
+    family: str
     sibling: Reference | None = None
     sought: Future[Reference | None] | None = None
     reason: str = ""
@@ -136,6 +141,7 @@ class SchedulerHalf:
         self._evict: Callable[[set[int]], None] | None = None
         self._prefills: dict[str, _Prefill] = {}
         self._decodes: dict[str, _Decode] = {}
+        self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
         self._pending = _Pending()
         self._stats = FerryStats()
@@ -213,7 +219,8 @@ class SchedulerHalf:
         self._prefills[request.request_id] = _Prefill(len(tokens), _digest(request, len(tokens), self._media_by_content))
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
-        found = self._decodes[request.request_id] = _Decode(None)
+        found = self._decodes[request.request_id] = _Decode(None, family_of(request.request_id))
+        self._families[found.family] += 1
         try:
             if self._courier is None:
                 raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
@@ -377,7 +384,18 @@ class SchedulerHalf:
         """Nothing more is loaded; the producer may have its blocks back."""
         decode.stage = Stage.OVER
         if decode.reference is not None and self._courier is not None:
-            self._courier.release(identity, decode.reference, note)
+            linger_s = LINGER_S if self._is_part(identity, decode) else 0.0
+            self._courier.release(identity, decode.reference, note, linger_s)
+
+    def _is_part(self, identity: str, decode: _Decode) -> bool:
+        """Whether others may come with the same reference: several answers to a prompt, or a prompt that is there twice."""
+        return bool(prompt_of(identity)) or decode.sought is not None or self._families[decode.family] > 1
+
+    def _forget(self, identity: str) -> None:
+        decode = self._decodes.pop(identity)
+        self._families[decode.family] -= 1
+        if not self._families[decode.family]:
+            del self._families[decode.family]
 
     def _forget_hashes(self, decode: _Decode) -> None:
         """vLLM hashes what was loaded when it takes the request up again, at any step from here on."""
@@ -444,7 +462,7 @@ class SchedulerHalf:
             abandoned = decode.stage is Stage.ABANDONED
             self._over(identity, decode, "failed" if identity in failed else "loaded")
             if abandoned:
-                del self._decodes[identity]
+                self._forget(identity)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks stay for a consumer, and the reference to them."""
@@ -466,7 +484,7 @@ class SchedulerHalf:
             if decode.sought is not None and decode.sibling is not None:
                 decode.sought.add_done_callback(lambda sought: self._give_back(identity, sought))
             self._over(identity, decode, "finished before it was loaded")
-        del self._decodes[identity]
+        self._forget(identity)
 
     def _give_back(self, identity: str, sought: Future[Reference | None]) -> None:
         """A reference that was found too late."""
