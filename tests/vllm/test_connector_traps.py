@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -36,7 +37,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeK
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvferry.engines.vllm import KVFerryConnector, register
+from kvferry.engines.vllm import KVFerryConnector, register, scheduler
 from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.scheduler import _digest
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
@@ -90,6 +91,28 @@ def later(producer: Engine, seconds: float) -> None:
     half = producer.connector.scheduler
     now = half._clock() + seconds
     half._clock = lambda: now
+
+
+def all_is_heard(producer: Engine, consumer: Engine) -> None:
+    """What the consumer has to say has been said, and the producer has done it: a greeting that is answered came after it."""
+    courier = consumer.connector.scheduler._courier
+    said = threading.Event()
+    courier._commands.put(said.set)
+    assert said.wait(60)
+    courier.introduce(producer.connector.scheduler._address)
+    for _ in range(5):
+        producer.step()
+
+
+def nobody_else_comes(consumer: Engine) -> None:
+    courier = consumer.connector.scheduler._courier
+    courier._commands.put(lambda: courier._consumer.part(math.inf))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, parts of a request come in time."""
+    monkeypatch.setattr(scheduler, "LINGER_S", 600.0, raising=False)
 
 
 def slots(producer: Engine) -> list[int]:
@@ -592,16 +615,18 @@ class TestSiblings:
         ],
         ids=["completion", "chat"],
     )
-    def test_an_answer_that_comes_after_the_first_has_loaded_is_loaded_too(self, names: tuple[str, str]) -> None:
+    def test_an_answer_that_comes_after_the_first_has_loaded_is_loaded_too(self, names: tuple[str, str], patient: None) -> None:
         with engines(*sides("nemotron-h", {}, {})) as (there, here):
             params = prefilled(there, names[0])
             for done, name in enumerate(names, 1):
                 here.scheduler.add_request(here.request(name, PROMPT, dict(params)))
                 assert ended(here, name) is FinishReason.LENGTH
                 assert here.counted["loaded"] == done
+                all_is_heard(there, here)
+            nobody_else_comes(here)
             released(there)
 
-    def test_a_prompt_that_comes_again_while_others_of_its_request_are_there_is_loaded_too(self) -> None:
+    def test_a_prompt_that_comes_again_while_others_of_its_request_are_there_is_loaded_too(self, patient: None) -> None:
         with engines(*sides("llama", {}, {})) as (there, here):
             params = self.prefilled(there)
             again = "cmpl-7-3-30000000"
@@ -609,6 +634,7 @@ class TestSiblings:
                 here.scheduler.add_request(here.request(name, prompt, dict(params)))
             for name in self.NAMES[:2]:
                 assert ended_among(here, name) is FinishReason.LENGTH
+            all_is_heard(there, here)
             here.scheduler.add_request(here.request(again, self.PROMPTS[0], dict(params)))
             assert ended_among(here, again) is FinishReason.LENGTH
             assert here.counted["loaded"] == 3
