@@ -6,13 +6,11 @@ import importlib.util
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Event
@@ -28,7 +26,7 @@ from kvferry.errors import UpError
 from kvferry.fleet.device import Device, found_device
 from kvferry.fleet.server import free_port
 from kvferry.up import tiny as tiny_model
-from kvferry.up.commands import LOOPBACK, Fleet, Place, Serving, curl, router, script
+from kvferry.up.commands import LOOPBACK, Command, Fleet, Place, Serving, curl, router, script
 from kvferry.up.engines import Engine, Role, engines, split_flags
 from kvferry.up.harbour import Harbour, NotUpError, Seen, ended_by_signals, folder
 from kvferry.up.machine import Share, found_cores, found_gpus, shares
@@ -93,21 +91,45 @@ def up_command(
         over = router(("vllm-router",), fleet.commands(), listen or host, decode_host or host, port, more)
         write(script([*fleet.commands(), over], fleet.key_file, name or served))
         return
+    try:
+        _serve(model, tiny, wanted, where, (host, port, first_port), name, key_file, more, ask or (), tokens, logs)
+    except NotUpError as error:
+        write(f"{error.tail}\n")
+        raise
+
+
+def _serve(
+    model: str,
+    tiny: bool,
+    wanted: Sequence[Engine],
+    where: Device,
+    at: tuple[str, int, int],
+    name: str,
+    key_file: str,
+    more: Sequence[str],
+    ask: Sequence[str],
+    tokens: int,
+    logs: Path | None,
+) -> None:
+    """`at`: the router's host and port, and the first port of the engines."""
     _check_installed()
+    host, port, first_port = at
     ports = [_free(first_port and first_port + i, "--first-port") for i, _ in enumerate(wanted)]
     port = _free(port, "--port")
-    with ended_by_signals() as wish, ExitStack() as stack:
-        kept = stack.enter_context(folder())
-        console = Console(stderr=True, soft_wrap=True)
+    variables = {**os.environ, **(tiny_model.VARIABLES if tiny and where is Device.CPU else {})}
+    console = Console(stderr=True, soft_wrap=True)
+    with ended_by_signals() as wish, folder() as kept, Harbour(where, variables, kept, logs) as harbour:
         if tiny:
-            model, name = _make_tiny(kept, console), name or tiny_model.NAME
+            console.print("making a tiny checkpoint")
+            model, name = str(kept / tiny_model.NAME), name or tiny_model.NAME
+            making = (sys.executable, "-m", "kvferry.up.tiny", model)
+            harbour.prepare(Command("checkpoint", "checkpoint", LOOPBACK, "", making), wish)
         fleet = _fleet(model, wanted, where, ("", ""), ports, name, key_file)
         gate = (f"--prometheus-port={free_port()}", *more)
         over = router((sys.executable, "-m", "vllm_router.launch_router"), fleet.commands(), host, host, port, gate)
-        variables = {**os.environ, **(tiny_model.VARIABLES if on_cpu else {})}
-        harbour = stack.enter_context(Harbour(fleet.commands(), over, where, variables, kept / "run", logs))
-        served = name or model
-        _attend(harbour, wish, console, served, over.url, ask or (), tokens)
+        if not wish.is_set():
+            harbour.begin(fleet.commands(), over)
+        _attend(harbour, wish, console, name or model, over.url, ask, tokens)
 
 
 def _attend(harbour: Harbour, wish: Event, console: Console, model: str, url: str, ask: Sequence[str], tokens: int) -> None:
@@ -115,17 +137,13 @@ def _attend(harbour: Harbour, wish: Event, console: Console, model: str, url: st
     title = f"kvferry up: {model}"
     shown = _Live(console, title) if console.is_terminal and not ask else _Lines(console)
     address = [f"OpenAI-compatible at {url}/v1", curl(url, model), "Ctrl-C ends all of it"]
-    try:
-        with shown:
-            while not wish.is_set():
-                seen = harbour.look()
-                shown.update(seen, address if harbour.ready else [])
-                if harbour.ready and ask:
-                    break
-                wish.wait(FRAME_S)
-    except NotUpError as error:
-        write(f"{error.tail}\n")
-        raise
+    with shown:
+        while not wish.is_set():
+            seen = harbour.look()
+            shown.update(seen, address if harbour.ready else [])
+            if harbour.ready and ask:
+                break
+            wish.wait(FRAME_S)
     if wish.is_set():
         console.print("ending")
         return
@@ -242,18 +260,6 @@ def _is_installed(name: str) -> bool:
 
 def _tiny(engine: Engine, on_cpu: bool) -> Engine:
     return Engine(engine.role, engine.index, engine.tp, engine.pp, engine.block, (*tiny_model.flags(on_cpu), *engine.flags))
-
-
-def _make_tiny(kept: Path, console: Console) -> str:
-    console.print("making a tiny checkpoint")
-    made = kept / tiny_model.NAME
-    made.mkdir()
-    command = [sys.executable, "-m", "kvferry.up.tiny", str(made)]
-    sources = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": sources}, capture_output=True, text=True)
-    if done.returncode:
-        raise UpError(f"no tiny checkpoint can be made here: {done.stderr.strip().splitlines()[-1:] or ['?']}"[:500])
-    return str(made)
 
 
 def _device(text: str) -> Device:

@@ -86,7 +86,7 @@ def main() -> None:
                 answers.write(json.dumps({"pid": child}) + "\n")
     finally:
         for child in children:
-            process_group.end(child)
+            process_group.end(child, process_group.reap)
         process_group.sweep(Path(tempfile.gettempdir()))
         for folder in removed:
             shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 END_SECONDS = 10.0
@@ -15,12 +16,14 @@ PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def end(group: int) -> None:
-    """At once, with what the processes would leave behind: vLLM's forked workers do not remove their shared memory."""
+def end(group: int, waiting: Callable[[], object] = lambda: None) -> None:
+    """At once, with what the processes would leave behind: vLLM's forked workers do not remove their shared memory. A process
+    is in its group until its parent has taken note of its end: where that is this one, `waiting` must do so."""
     left_behind = _shared_memory(group)
     send(group, signal.SIGKILL)
     deadline = time.monotonic() + END_SECONDS
     while send(group, 0) and time.monotonic() < deadline:
+        waiting()
         time.sleep(POLL_SECONDS)
     for path in left_behind:
         path.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from kvferry.up.watch import Counts, State, carried_by, counts, get, serves, sta
 
 LOOK_SECONDS: Final = 0.5
 END_SECONDS: Final = 5.0
+POLL_SECONDS: Final = 0.05
 ATTEMPTS: Final = 3
 TAIL: Final = 12
 
@@ -120,23 +121,16 @@ class _Process:
 
 
 class Harbour:
-    """`engines` are started side by side, `router` when all of them serve. `logs`: where logs are kept; else they are removed
-    with everything else."""
+    """All of it runs in `folder`, which is removed at the end. `logs`: where logs are kept, else in the folder."""
 
-    def __init__(
-        self,
-        engines: Sequence[Command],
-        router: Command,
-        device: Device,
-        variables: Mapping[str, str],
-        folder: Path,
-        logs: Path | None = None,
-    ) -> None:
-        self._commands, self._router = engines, router
+    def __init__(self, device: Device, variables: Mapping[str, str], folder: Path, logs: Path | None = None) -> None:
+        self.folder = folder
         self._logs = logs or folder
         self._logs.mkdir(parents=True, exist_ok=True)
         self._zygote = Zygote(folder, device, Start.SPAWN, variables={**variables, "VLLM_RPC_BASE_PATH": str(folder)})
         self._zygote.remove_at_end(folder)
+        self._engines: Sequence[Command] = ()
+        self._router: Command | None = None
         self._processes: list[_Process] = []
         self._seen: dict[str, Seen] = {}
         self._closing = threading.Event()
@@ -145,12 +139,26 @@ class Harbour:
         self._error: NotUpError | None = None
 
     def __enter__(self) -> Harbour:
-        for command in self._commands:
-            self._begin(command)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def prepare(self, command: Command, wish: threading.Event) -> None:
+        """Run something that ends by itself, before engines are begun; its log tells whether it went well."""
+        process = _Process(command, self._zygote, self._logs)
+        while not process.ended and not wish.wait(POLL_SECONDS):
+            pass
+        process.stop()
+        why = reason(process.log.read_text(errors="replace"))
+        if why:
+            raise NotUpError(f"{command.name} failed: {why}", process.tail())
+
+    def begin(self, engines: Sequence[Command], router: Command) -> None:
+        """Start the engines side by side; the router is started when all of them serve."""
+        self._engines, self._router = engines, router
+        for command in engines:
+            self._begin(command)
 
     def _begin(self, command: Command) -> None:
         process = _Process(command, self._zygote, self._logs)
@@ -184,15 +192,15 @@ class Harbour:
         """All of them, as last seen; the router is begun here. Raises UpError where one did not come up."""
         if self._error is not None:
             raise self._error
-        engines = [self._seen[command.name] for command in self._commands]
-        if self._router.name not in self._seen and all(seen.state is State.SERVING for seen in engines):
+        up = all(self._seen[command.name].state is State.SERVING for command in self._engines)
+        if up and self._router is not None and self._router.name not in self._seen:
             self._begin(self._router)
         return tuple(self._seen.values())
 
     @property
     def ready(self) -> bool:
         """Whether requests are answered."""
-        seen = self._seen.get(self._router.name)
+        seen = self._seen.get(self._router.name) if self._router is not None else None
         return seen is not None and seen.state is State.SERVING
 
     def counted(self) -> Counts:
@@ -208,7 +216,7 @@ class Harbour:
             process.ask_to_end()
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline and not all(process.ended for process in self._processes):
-            time.sleep(0.05)
+            time.sleep(POLL_SECONDS)
         self._zygote.close()
         for thread in self._looking:
             thread.join()
