@@ -91,9 +91,11 @@ class _Process:
         self._run()
 
     def stop(self) -> None:
+        """At once, with all of its group."""
         process_group.end(self._group)
         if self._alive >= 0:
             os.close(self._alive)
+        self._alive = -1
 
     def ask_to_end(self) -> None:
         process_group.send(self._group, signal.SIGTERM)
@@ -178,6 +180,8 @@ class Harbour:
                 self._seen[process.command.name] = seen
         except NotUpError as error:
             self._error = self._error or error
+        except (OSError, RuntimeError) as error:
+            self._error = self._error or NotUpError(f"what runs {process.command.name} has ended", str(error))
 
     def _revive(self, process: _Process, seen: Seen) -> None:
         with self._reviving:
@@ -217,6 +221,8 @@ class Harbour:
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline and not all(process.ended for process in self._processes):
             time.sleep(POLL_SECONDS)
+        for process in self._processes:
+            process.stop()
         self._zygote.close()
         for thread in self._looking:
             thread.join()
