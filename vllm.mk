@@ -12,7 +12,8 @@ VLLM_HASH := $(shell { echo '$(VLLM_PINS) / $(VLLM_ALONE) / $(VLLM_UNWANTED)'; $
 VLLM_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry/vllm-$(VLLM_HASH)
 VLLM_STAMP = $(VLLM_VENV)/.complete
 ROUTER := vllm-router==0.1.16
-ROUTER_STAMP = $(VLLM_VENV)/.$(ROUTER)
+DYNAMO := ai-dynamo==1.6.1
+ROUTER_STAMP = $(VLLM_VENV)/.$(ROUTER)+$(DYNAMO)
 TORCH_CPU_INDEX ?=
 
 .PHONY: vllm-venv router test-vllm crossing up
@@ -46,11 +47,13 @@ $(VLLM_STAMP):
 
 router: $(ROUTER_STAMP)
 
-# Beside the engines, whose pins it must not change.
+# Beside the engines, whose pins they must not change. Of Dynamo only its workers' own code is wanted, which needs nothing else.
 $(ROUTER_STAMP): $(VLLM_STAMP)
 	@flock '$(VLLM_VENV).lock' sh -ec ' \
 	  "$(VLLM_VENV)/bin/pip" install -q --disable-pip-version-check --upgrade-strategy only-if-needed "$(ROUTER)" \
 	    >>"$(VLLM_VENV)/pip.log" 2>&1 || { tail -n 5 "$(VLLM_VENV)/pip.log"; exit 1; }; \
+	  "$(VLLM_VENV)/bin/pip" install -q --disable-pip-version-check --no-deps "$(DYNAMO)" >>"$(VLLM_VENV)/pip.log" 2>&1 \
+	    || echo "Dynamo could not be installed: what is tested against it is skipped"; \
 	  touch "$(ROUTER_STAMP)"'
 
 # A process of its own: building vLLM's configuration changes environment variables of the process.

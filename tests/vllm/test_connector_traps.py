@@ -50,7 +50,7 @@ pytestmark = pytest.mark.vllm
 PROMPT = list(range(7, 165))
 OTHER = list(range(8, 166))
 TOKENS = len(PROMPT) - 1
-NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
+NOTHING = {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": None}
 
 
 def lease_of(params: dict[str, Any]) -> Lease:
@@ -353,7 +353,7 @@ class TestPrefills:
             there.scheduler.schedule()
             request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, computed
             blocks = there.scheduler.kv_cache_manager.get_block_ids("r")
-            assert there.connector.request_finished_all_groups(request, blocks) == (False, None)
+            assert there.connector.request_finished_all_groups(request, blocks) == (False, NOTHING)
 
     def test_a_preempted_prefill_is_not_cut_twice(self) -> None:
         with engines(*sides("nemotron-h", side(budget=64), {})) as (there, here):
@@ -425,7 +425,7 @@ class TestPrefills:
     def test_the_producer_that_has_no_word_left_hands_out_no_reference(self) -> None:
         with engines(Setup("llama", engine="P")) as (there,):
             there.connector.scheduler._producer._free.clear()
-            assert there.prefill("r", PROMPT) is None
+            assert there.prefill("r", PROMPT) == NOTHING
             assert there.held == 0
 
 

@@ -57,7 +57,9 @@ from kvferry.session import (
 logger = logging.getLogger("kvferry.vllm")
 
 FINISHED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
-NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
+NOTHING = {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": None}
+"""Nothing is kept. Some routers say `do_remote_prefill` whatever the producer said, and some want an answer: so there is one,
+and it says once more that there is no reference."""
 SEEKERS = 4
 LINGER_S = 1.0
 """How long a lease is kept for other parts of a request than the one that has loaded. They come one after the other, and the
@@ -194,7 +196,7 @@ class SchedulerHalf:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._arrive_prefill(request)
-        elif params.get("do_remote_prefill"):
+        elif params.get("do_remote_prefill") and not ("kvferry" in params and params["kvferry"] is None):
             self._arrive_decode(request, params)
 
     def _arrive_prefill(self, request: Any) -> None:
@@ -512,7 +514,7 @@ class SchedulerHalf:
         except (SessionError, BindError) as error:
             self._producer.abort(identity)
             logger.info("request %s leaves nothing for a consumer: %s", identity, error)
-            return False, None
+            return False, dict(NOTHING)
         self._stats.count("held")
         reference = Reference(
             self._address,
