@@ -43,7 +43,8 @@ bench: setup ## preparing, moving and binding against named baselines, as ratios
 	$(BIN)/python benchmarks/plan_and_bind.py
 
 clean: ## remove what was built
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
 
 include browser.mk
 include vllm.mk
+include dist.mk
