@@ -20,16 +20,17 @@ export BESIDE_VLLM
 dist: setup vllm-venv ## a wheel and an sdist in dist/, tried in fresh virtual environments
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
-	@set -e; place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; here=$$PWD; pip='-m pip install -q --disable-pip-version-check'; \
+	@set -e; place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; here=$$PWD; \
+	get() { "$$@" >"$$place/pip.log" 2>&1 || { cat "$$place/pip.log"; return 1; }; }; pip='-m pip install --disable-pip-version-check'; \
 	for made in dist/*.whl dist/*.tar.gz; do \
 	  echo "$$made in a fresh environment"; \
 	  rm -rf "$$place/alone"; $(PYTHON) -m venv "$$place/alone"; \
-	  "$$place/alone/bin/python" $$pip "$$here/$$made"; \
+	  get "$$place/alone/bin/python" $$pip "$$here/$$made"; \
 	  (cd "$$place" && alone/bin/kvferry --version && alone/bin/python -m kvferry verify --model lfm2-1.2b --tp 1,2 --pp 1); \
 	done; \
 	echo "kvferry[nixl] beside vLLM"; \
 	'$(VLLM_VENV)/bin/python' -m venv "$$place/engine"; \
 	seen=$$('$(VLLM_VENV)/bin/python' -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	echo "$$seen" > "$$("$$place/engine/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engines.pth"; \
-	"$$place/engine/bin/python" $$pip "kvferry[nixl] @ file://$$here/$$(ls dist/*.whl)"; \
+	get "$$place/engine/bin/python" $$pip "kvferry[nixl] @ file://$$here/$$(ls dist/*.whl)"; \
 	(cd "$$place" && engine/bin/python -c "$$BESIDE_VLLM" 2>/dev/null && engine/bin/kvferry demo --requests 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -31,12 +32,14 @@ from kvferry.fleet.metrics import Counters, counted, counters
 from kvferry.fleet.server import Server, free_port
 from kvferry.fleet.zygote import SOURCES, Zygote
 from kvferry.up import tiny
+from kvferry.up.commands import ALERT
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="vllm-router is not installed: make router"),
 ]
 
+ROOT = Path(__file__).parents[2]
 PATIENCE = 240.0
 CLOSE = 1e-4
 AT_ONCE = 8
@@ -322,6 +325,92 @@ class TestEnginesThatAreKilled:
         up.same(lambda it: many(it, prompts), sum(map(len, prompts)), len(prompts))
 
 
+def understood(arguments: str) -> bool:
+    """What is printed for these arguments is what vLLM and the router understand, and they are told of each other."""
+    from vllm.config import KVTransferConfig
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm_router.launch_router import parse_router_args
+
+    done = CliRunner().invoke(app, ["up", "--dry-run", *shlex.split(arguments)])
+    assert done.exit_code == 0, (done.output, done.exception)
+    lines = [shlex.split(line) for line in done.output.splitlines() if line and not line.startswith("#")]
+    ports: dict[str, list[int]] = {"kv_producer": [], "kv_consumer": []}
+    routers = []
+    for line in lines:
+        words = list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line))
+        if "--kv-transfer-config" in words:
+            start = 1 + words.index("serve" if "serve" in words else "vllm.entrypoints.openai.api_server")
+            flags = words[start:] if words[start].startswith("--") else ["--model", *words[start:]]
+            args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
+            validate_parsed_serve_args(args)
+            assert isinstance(args.kv_transfer_config, KVTransferConfig)
+            assert args.kv_transfer_config.kv_connector == "KVFerryConnector"
+            read_options(args.kv_transfer_config.kv_connector_extra_config)
+            ports[args.kv_transfer_config.kv_role].append(args.port)
+        elif words[0] == "vllm-router":
+            routers.append(parse_router_args(words[1:]))
+    (over,) = routers
+    over._validate_router_args()
+    told = [url for url, _ in over.prefill_urls], over.decode_urls
+    assert [[int(url.rpartition(":")[2]) for url in urls] for urls in told] == list(ports.values())
+    return bool(over.vllm_pd_disaggregation)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "some/model --prefill-host p.example --decode-host d.example --prefill tp=2 --decode pp=2,block=64 --decode tp=4",
+        "--tiny",
+        "some/model --key-file /run/key --flags '--max-model-len 8192' --decode-flags --enforce-eager --name mine",
+        "some/model --device cuda --prefill-host p --decode-host d --prefill tp=2 --prefill tp=2",
+    ],
+)
+def test_the_commands_that_are_printed_are_understood(arguments: str) -> None:
+    assert understood(arguments)
+
+
+def shown(fence: str) -> list[str]:
+    text = "\n".join(page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+    return re.findall(rf"^```{fence}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+class TestTheDocumentation:
+    def test_shown_commands_are_understood_by_vllm_and_the_router(self) -> None:
+        commands = [line.removeprefix("$ ") for block in shown("up") for line in block.splitlines()]
+        assert len(commands) >= 6
+        for command in dict.fromkeys(commands):
+            words = shlex.split(command)
+            assert words[:2] == ["kvferry", "up"]
+            assert understood(shlex.join(words[2:]))
+
+    def test_the_shown_router_is_the_one_that_is_started(self) -> None:
+        from vllm_router.launch_router import parse_router_args
+
+        (block,) = shown("router")
+        words = shlex.split(block.removeprefix("$ "))
+        assert words[0] == "vllm-router"
+        found = parse_router_args(words[1:])
+        found._validate_router_args()
+        assert found.vllm_pd_disaggregation
+        assert set(words) >= {flag for flag in ALERT if "failure" not in flag}
+
+    def test_the_shown_program_asks_what_is_up(self, up: Up) -> None:
+        (program,) = shown("python up")
+        assert 'base_url="http://127.0.0.1:8000/v1"' in program
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("127.0.0.1:8000", f"127.0.0.1:{up.port}")], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.split()) == 16
+
+    def test_the_line_that_is_shown_for_curl_works(self, up: Up) -> None:
+        (line,) = re.findall(r"curl .*", up.said.read_text())
+        done = subprocess.run(["bash", "-c", f"{line} --silent --fail"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)["choices"][0]["text"].split()) == 16
+
+
 def test_ctrl_c_leaves_nothing_behind(up: Up) -> None:
     """The last of them: there is nothing to ask afterwards."""
     leaders = [up.leader(name) for name in up.engines]
@@ -336,46 +425,3 @@ def test_ctrl_c_leaves_nothing_behind(up: Up) -> None:
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             assert b"TMPDIR=" + ours not in path.read_bytes(), path
-
-
-class TestTheCommandsThatArePrinted:
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            "some/model --prefill-host p.example --decode-host d.example --prefill tp=2 --decode pp=2,block=64 --decode tp=4",
-            "--tiny",
-            "some/model --key-file /run/key --flags '--max-model-len 8192' --decode-flags --enforce-eager --name mine",
-            "some/model --device cuda --prefill-host p --decode-host d --prefill tp=2 --prefill tp=2",
-        ],
-    )
-    def test_are_what_vllm_and_the_router_understand(self, arguments: str) -> None:
-        from vllm.config import KVTransferConfig
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-        from vllm_router.launch_router import parse_router_args
-
-        done = CliRunner().invoke(app, ["up", "--dry-run", *shlex.split(arguments)])
-        assert done.exit_code == 0, done.output
-        lines = [shlex.split(line) for line in done.output.splitlines() if line and not line.startswith("#")]
-        roles, routers = [], []
-        for words in lines:
-            words = [word for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word) or i > 5]
-            if "--kv-transfer-config" in words:
-                start = words.index("serve") + 1 if "serve" in words else words.index("vllm.entrypoints.openai.api_server") + 1
-                flags = words[start:] if words[start].startswith("--") else ["--model", *words[start:]]
-                args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
-                validate_parsed_serve_args(args)
-                assert isinstance(args.kv_transfer_config, KVTransferConfig)
-                assert args.kv_transfer_config.kv_connector == "KVFerryConnector"
-                read_options(args.kv_transfer_config.kv_connector_extra_config)
-                roles.append((args.kv_transfer_config.kv_role, args.port))
-            elif words[0] == "vllm-router":
-                found = parse_router_args(words[1:])
-                found._validate_router_args()
-                routers.append(found)
-        (over,) = routers
-        assert [int(url.rpartition(":")[2]) for url, _ in over.prefill_urls] == [
-            p for role, p in roles if role == "kv_producer"
-        ]
-        assert [int(url.rpartition(":")[2]) for url in over.decode_urls] == [p for role, p in roles if role == "kv_consumer"]
-        assert over.vllm_pd_disaggregation
