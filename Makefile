@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+DEMO_ASKS := --ask "The ferry leaves at" --ask "What does the harbour master say when the fog comes in?"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-core lint bench clean
@@ -19,9 +20,11 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl-cu12==1.5.1
 	@touch $@
 
-demo: setup ## show a plan, then carry requests between two processes over NIXL and compare every byte
+# The engines' environment takes minutes to install: what needs none is shown first.
+demo: setup ## a plan, requests between two processes with every byte compared, then text from two vLLM engines and a router
 	$(BIN)/kvferry plan --model nemotron-3-nano-30b-a3b --prefill tp=2,pp=2 --decode tp=4 --tokens 100
 	$(BIN)/kvferry demo
+	@$(MAKE) --no-print-directory up UP_ARGS='--port 0 --first-port 0 $(DEMO_ASKS)'
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
@@ -40,7 +43,8 @@ bench: setup ## preparing, moving and binding against named baselines, as ratios
 	$(BIN)/python benchmarks/plan_and_bind.py
 
 clean: ## remove what was built
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
 
 include browser.mk
 include vllm.mk
+include dist.mk

@@ -11,9 +11,12 @@ VLLM_UNWANTED := torchvision torchaudio torchcodec
 VLLM_HASH := $(shell { echo '$(VLLM_PINS) / $(VLLM_ALONE) / $(VLLM_UNWANTED)'; $(VLLM_PYTHON) -c 'import sys; print(sys.version_info[:2])'; } | sha256sum | cut -c1-12)
 VLLM_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry/vllm-$(VLLM_HASH)
 VLLM_STAMP = $(VLLM_VENV)/.complete
+ROUTER := vllm-router==0.1.16
+DYNAMO := ai-dynamo==1.6.1
+ROUTER_STAMP = $(VLLM_VENV)/.$(ROUTER)+$(DYNAMO)
 TORCH_CPU_INDEX ?=
 
-.PHONY: vllm-venv test-vllm crossing
+.PHONY: vllm-venv router test-vllm crossing up
 
 vllm-venv: $(VLLM_STAMP)
 
@@ -42,9 +45,23 @@ $(VLLM_STAMP):
 	  "$(VLLM_VENV)/bin/python" -c "import torch, msgspec, numpy, pytest, rich, typer, nixl"; \
 	  touch "$(VLLM_STAMP)"'
 
+router: $(ROUTER_STAMP)
+
+# Beside the engines, whose pins they must not change. Of Dynamo only its workers' own code is wanted, which needs nothing else.
+$(ROUTER_STAMP): $(VLLM_STAMP)
+	@flock '$(VLLM_VENV).lock' sh -ec ' \
+	  "$(VLLM_VENV)/bin/pip" install -q --disable-pip-version-check --upgrade-strategy only-if-needed "$(ROUTER)" \
+	    >>"$(VLLM_VENV)/pip.log" 2>&1 || { tail -n 5 "$(VLLM_VENV)/pip.log"; exit 1; }; \
+	  "$(VLLM_VENV)/bin/pip" install -q --disable-pip-version-check --no-deps "$(DYNAMO)" >>"$(VLLM_VENV)/pip.log" 2>&1 \
+	    || echo "Dynamo could not be installed: what is tested against it is skipped"; \
+	  touch "$(ROUTER_STAMP)"'
+
 # A process of its own: building vLLM's configuration changes environment variables of the process.
-test-vllm: vllm-venv
+test-vllm: vllm-venv router
 	PYTHONPATH=src '$(VLLM_VENV)/bin/python' -m pytest --confcutdir=tests/vllm tests/vllm -m vllm $(VLLM_PYTEST_ARGS)
 
 crossing: vllm-venv ## requests between real vLLM engines, with its own connector and with ours, side by side
 	PYTHONPATH=src '$(VLLM_VENV)/bin/python' -m crossing $(CROSSING_ARGS)
+
+up: vllm-venv router ## a tiny model served by two vLLM engines behind a router, until Ctrl-C
+	PYTHONPATH=src '$(VLLM_VENV)/bin/python' -m kvferry up --tiny $(UP_ARGS)

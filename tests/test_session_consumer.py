@@ -369,6 +369,32 @@ def test_refused_producers_do_not_pile_up():
     assert it.take_forgotten() == ()
 
 
+def test_a_lease_is_kept_for_others_until_then():
+    it = consumer()
+    it.hold("a", reference(), 0.0)
+    it.release("a", reference(), "loaded", until=1.0)
+    it.part(0.9)
+    assert said(it) == []
+    it.hold("b", reference(), 0.9)
+    it.part(5.0)
+    assert said(it) == []
+    it.release("b", reference(), "loaded", until=6.0)
+    it.release("b", reference(), "again")
+    it.part(5.9)
+    assert said(it) == []
+    it.part(6.0)
+    it.part(7.0)
+    assert said(it) == [Release("p1", Lease(0, 7), "d@d1", "loaded")]
+
+
+def test_a_lease_that_is_kept_for_others_is_renewed():
+    it = consumer()
+    it.hold("a", reference(), 0.0)
+    it.release("a", reference(), "loaded", until=20.0)
+    it.renew(6.0)
+    assert said(it) == [Renew("p1", (Lease(0, 7),))]
+
+
 class Conversation(RuleBasedStateMachine):
     """Any order of events: one greeting under way at an address at a time, one release for every lease that was held."""
 

@@ -76,6 +76,10 @@ class BenchError(KVFerryError):
     """A benchmark asked for something that cannot be measured here."""
 
 
+class UpError(KVFerryError):
+    """Engines that cannot be started as asked, or that did not come up."""
+
+
 class BadReferenceError(KVFerryError):
     """A reference that cannot be used: damaged, stale, or of another request. The consumer recomputes, or fails the request."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -36,7 +37,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeK
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvferry.engines.vllm import KVFerryConnector, register
+from kvferry.engines.vllm import KVFerryConnector, register, scheduler
 from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.scheduler import _digest
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
@@ -49,7 +50,7 @@ pytestmark = pytest.mark.vllm
 PROMPT = list(range(7, 165))
 OTHER = list(range(8, 166))
 TOKENS = len(PROMPT) - 1
-NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
+NOTHING = {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": None}
 
 
 def lease_of(params: dict[str, Any]) -> Lease:
@@ -90,6 +91,28 @@ def later(producer: Engine, seconds: float) -> None:
     half = producer.connector.scheduler
     now = half._clock() + seconds
     half._clock = lambda: now
+
+
+def all_is_heard(producer: Engine, consumer: Engine) -> None:
+    """What the consumer has to say has been said, and the producer has done it: a greeting that is answered came after it."""
+    courier = consumer.connector.scheduler._courier
+    said = threading.Event()
+    courier._commands.put(said.set)
+    assert said.wait(60)
+    courier.introduce(producer.connector.scheduler._address)
+    for _ in range(5):
+        producer.step()
+
+
+def nobody_else_comes(consumer: Engine) -> None:
+    courier = consumer.connector.scheduler._courier
+    courier._commands.put(lambda: courier._consumer.part(math.inf))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, parts of a request come in time."""
+    monkeypatch.setattr(scheduler, "LINGER_S", 600.0, raising=False)
 
 
 def slots(producer: Engine) -> list[int]:
@@ -330,7 +353,7 @@ class TestPrefills:
             there.scheduler.schedule()
             request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, computed
             blocks = there.scheduler.kv_cache_manager.get_block_ids("r")
-            assert there.connector.request_finished_all_groups(request, blocks) == (False, None)
+            assert there.connector.request_finished_all_groups(request, blocks) == (False, NOTHING)
 
     def test_a_preempted_prefill_is_not_cut_twice(self) -> None:
         with engines(*sides("nemotron-h", side(budget=64), {})) as (there, here):
@@ -402,7 +425,7 @@ class TestPrefills:
     def test_the_producer_that_has_no_word_left_hands_out_no_reference(self) -> None:
         with engines(Setup("llama", engine="P")) as (there,):
             there.connector.scheduler._producer._free.clear()
-            assert there.prefill("r", PROMPT) is None
+            assert there.prefill("r", PROMPT) == NOTHING
             assert there.held == 0
 
 
@@ -583,6 +606,48 @@ class TestSiblings:
             for name in names:
                 assert ended_among(here, name) is FinishReason.LENGTH
             released(there)
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("0_cmpl-9-0-5a5a5a5a", "1_cmpl-9-0-5a5a5a5a"),
+            ("0_chatcmpl-___prefill_addr_10.0.0.1:8100_9f-5a5a5a5a", "1_chatcmpl-___prefill_addr_10.0.0.1:8100_9f-5a5a5a5a"),
+        ],
+        ids=["completion", "chat"],
+    )
+    def test_an_answer_that_comes_after_the_first_has_loaded_is_loaded_too(self, names: tuple[str, str], patient: None) -> None:
+        with engines(*sides("nemotron-h", {}, {})) as (there, here):
+            params = prefilled(there, names[0])
+            for done, name in enumerate(names, 1):
+                here.scheduler.add_request(here.request(name, PROMPT, dict(params)))
+                assert ended(here, name) is FinishReason.LENGTH
+                assert here.counted["loaded"] == done
+                all_is_heard(there, here)
+            nobody_else_comes(here)
+            released(there)
+
+    def test_a_prompt_that_comes_again_while_others_of_its_request_are_there_is_loaded_too(self, patient: None) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = self.prefilled(there)
+            again = "cmpl-7-3-30000000"
+            for name, prompt in zip(self.NAMES[:2], self.PROMPTS[:2], strict=True):
+                here.scheduler.add_request(here.request(name, prompt, dict(params)))
+            for name in self.NAMES[:2]:
+                assert ended_among(here, name) is FinishReason.LENGTH
+            all_is_heard(there, here)
+            here.scheduler.add_request(here.request(again, self.PROMPTS[0], dict(params)))
+            assert ended_among(here, again) is FinishReason.LENGTH
+            assert here.counted["loaded"] == 3
+
+    def test_a_request_that_is_alone_is_released_at_once(self) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            courier, lingering = here.connector.scheduler._courier, []
+            release = courier.release
+            courier.release = lambda *args: (lingering.append(args[3]), release(*args))
+            here.scheduler.add_request(here.request("cmpl-9-0-5a5a5a5a", PROMPT, prefilled(there)))
+            assert ended(here, "cmpl-9-0-5a5a5a5a") is FinishReason.LENGTH
+            released(there)
+            assert lingering == [0.0]
 
     def test_a_request_that_is_sent_again_has_a_lease_of_its_own(self) -> None:
         with engines(Setup("llama", engine="P")) as (there,):

@@ -1,18 +1,22 @@
 """The command line: `plan` and `explain` show a transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo`
-carries requests, `bench` measures."""
+carries requests, `up` serves, `bench` measures."""
 
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from kvferry import __version__
 from kvferry.cli.bench import bench_app
 from kvferry.cli.certify import certify_command
+from kvferry.cli.completion import answer_shells, completion_command
 from kvferry.cli.demo import demo_command
 from kvferry.cli.explain import explain_command
-from kvferry.cli.output import complain
+from kvferry.cli.output import complain, write
 from kvferry.cli.plan import plan_command
+from kvferry.cli.up import up_command
 from kvferry.cli.verify import verify_command
 from kvferry.errors import KVFerryError
 
@@ -24,18 +28,35 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        write(f"kvferry {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None: ...
+
+
 app.command("plan")(plan_command)
 app.command("explain")(explain_command)
 app.command("verify")(verify_command)
 app.command("certify")(certify_command)
 app.command("demo")(demo_command)
+app.command("up")(up_command)
+app.command("completion")(completion_command)
 app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
     """Run the command line; what is wrong with the input is one message on standard error and exit code 2."""
     try:
-        app()
+        answer_shells()
+        app(prog_name="kvferry")
     except KVFerryError as error:
         complain(str(error))
         sys.exit(2)

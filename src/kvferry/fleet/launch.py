@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import sys
 import tempfile
 import time
@@ -63,6 +64,7 @@ def main() -> None:
         start = Start.SPAWN if why else Start.FORK
     answers.write(json.dumps({"ready": True, "start": start.value, "why": why}) + "\n")
     children: set[int] = set()
+    removed: list[str] = []
     pending = b""
     try:
         while True:
@@ -74,13 +76,20 @@ def main() -> None:
                 break
             *lines, pending = (pending + received).split(b"\n")
             for line in lines:
-                child = _begin(json.loads(line), answers.fileno(), device, start)
-                children.add(child)
+                order = json.loads(line)
+                child = 0
+                if "remove" in order:
+                    removed.append(order["remove"])
+                else:
+                    child = _begin(order, answers.fileno(), device, start)
+                    children.add(child)
                 answers.write(json.dumps({"pid": child}) + "\n")
     finally:
         for child in children:
-            process_group.end(child)
+            process_group.end(child, process_group.reap)
         process_group.sweep(Path(tempfile.gettempdir()))
+        for folder in removed:
+            shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -141,8 +150,11 @@ def _become_server(order: dict[str, Any], answers: int, device: Device, start: S
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start.value
+        process_group.die_with_parent()
         os.environ.update(order["environment"])
+        if "command" in order:
+            os.execvp(order["command"][0], order["command"])
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = order["environment"].get("VLLM_WORKER_MULTIPROC_METHOD", start.value)
         if start is Start.SPAWN:
             os.execv(sys.executable, [sys.executable, "-m", "kvferry.fleet.alone", device.value, *order["arguments"]])
         patches.apply_ordered()

@@ -6,20 +6,24 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 END_SECONDS = 10.0
 POLL_SECONDS = 0.01
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def end(group: int) -> None:
-    """At once, with what the processes would leave behind: vLLM's forked workers do not remove their shared memory."""
+def end(group: int, waiting: Callable[[], object] = lambda: None) -> None:
+    """At once, with what the processes would leave behind: vLLM's forked workers do not remove their shared memory. A process
+    is in its group until its parent has taken note of its end: where that is this one, `waiting` must do so."""
     left_behind = _shared_memory(group)
     send(group, signal.SIGKILL)
     deadline = time.monotonic() + END_SECONDS
     while send(group, 0) and time.monotonic() < deadline:
+        waiting()
         time.sleep(POLL_SECONDS)
     for path in left_behind:
         path.unlink(missing_ok=True)
@@ -43,9 +47,18 @@ def send(group: int, number: int) -> bool:
 
 def adopt_orphans() -> None:
     """Processes whose parent ends become children of this one, which can then wait for them."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1, "cannot become the parent of orphaned processes")
+
+
+def die_with_parent() -> None:
+    """This process, and what it becomes by exec, is killed when its parent ends, however that came about."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, "cannot be told of the parent's end")
+
+
+def _prctl(option: int, value: int, otherwise: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "cannot become the parent of orphaned processes")
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), otherwise)
 
 
 def reap() -> set[int]:

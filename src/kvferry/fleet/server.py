@@ -91,12 +91,7 @@ class Server:
             connection.close()
 
     def reason(self) -> str:
-        """The first error in its log that is not the report of another one."""
-        for line in self.log.read_text(errors="replace").splitlines():
-            found = ERROR.search(line)
-            if found and not any(words in line for words in REPORTS):
-                return found.group()
-        return ""
+        return reason(self.log.read_text(errors="replace"))
 
     def tail(self, lines: int = 40) -> str:
         text = self.log.read_text(errors="replace").splitlines()
@@ -138,6 +133,15 @@ def servers(zygote: Zygote, engines: Mapping[str, Engine], *, or_refused: bool =
     finally:
         for server in started.values():
             server.stop()
+
+
+def reason(log: str) -> str:
+    """The first error in a log that is not the report of another one."""
+    for line in log.splitlines():
+        found = ERROR.search(line)
+        if found and not any(words in line for words in REPORTS):
+            return found.group()
+    return ""
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -28,10 +29,16 @@ class Start(str, Enum):
 
 class Zygote:
     """Started at once, ready some seconds later; the first server waits for that. `imports`: modules beyond what every server
-    needs, such as the model's. Where forked servers could not use the GPU they are spawned, and `why_spawned` says so."""
+    needs, such as the model's. Where forked servers could not use the GPU they are spawned, and `why_spawned` says so.
+    `variables`: what servers find in their environment, in place of what measuring needs."""
 
     def __init__(
-        self, folder: Path, device: Device = Device.CPU, start: Start = Start.FORK, imports: Sequence[str] = ()
+        self,
+        folder: Path,
+        device: Device = Device.CPU,
+        start: Start = Start.FORK,
+        imports: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -39,10 +46,10 @@ class Zygote:
         self.start = start
         self.why_spawned = ""
         self.log = folder / "zygote.log"
-        made = environment(device, os.environ)
+        made = environment(device, os.environ) if variables is None else dict(variables)
         made["PYTHONPATH"] = os.pathsep.join([str(SOURCES), *filter(None, [made.get("PYTHONPATH")])])
         made["TMPDIR"] = str(folder)
-        made["VLLM_RPC_BASE_PATH"] = tempfile.gettempdir()
+        made.setdefault("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvferry.fleet.launch", device.value, start.value, *imports],
@@ -69,7 +76,17 @@ class Zygote:
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         """The process id of a new API server, which leads a process group of its own."""
-        order = {"arguments": list(arguments), "environment": dict(environment), "log": str(log)}
+        return self._order({"arguments": list(arguments), "environment": dict(environment), "log": str(log)})
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+        """The same for any other program."""
+        return self._order({"command": list(command), "environment": dict(environment), "log": str(log)})
+
+    def remove_at_end(self, folder: Path) -> None:
+        """When the last server has ended, also where we were killed."""
+        self._order({"remove": str(folder)})
+
+    def _order(self, order: Mapping[str, Any]) -> int:
         with self._lock:
             self._wait()
             stdin = self._process.stdin
@@ -91,7 +108,8 @@ class Zygote:
     def close(self) -> None:
         """Ends every server that still runs."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()

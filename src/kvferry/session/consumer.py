@@ -8,6 +8,7 @@ is left alone for twice that time. Events come in as method calls with the time;
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
@@ -92,10 +93,12 @@ class _Address:
 
 @dataclass
 class _Leases:
-    """Leases of one producer, with the requests that hold each."""
+    """Leases of one producer, with the requests that hold each. Of those that nobody holds any more, `parting` says until when
+    they are kept for another request, and what the producer hears then."""
 
     renewed_at: float
     held: dict[Lease, set[str]] = field(default_factory=dict)
+    parting: dict[Lease, tuple[float, str]] = field(default_factory=dict)
 
 
 class Consumer(Generic[T]):
@@ -200,9 +203,11 @@ class Consumer(Generic[T]):
         """Keep the lease alive until `release`."""
         leases = self._leases.setdefault(key_of(reference), _Leases(now))
         leases.held.setdefault(reference.lease, set()).add(request)
+        leases.parting.pop(reference.lease, None)
 
-    def release(self, request: str, reference: Reference, note: str) -> None:
-        """The request needs its lease no more; the producer hears of it once, when no other request here does."""
+    def release(self, request: str, reference: Reference, note: str, until: float = -math.inf) -> None:
+        """The request needs its lease no more; the producer hears of it once, when no other request here does. Another may
+        still come for the lease `until` then."""
         key = key_of(reference)
         leases = self._leases.get(key)
         holders = leases.held.get(reference.lease) if leases is not None else None
@@ -211,11 +216,26 @@ class Consumer(Generic[T]):
         holders.remove(request)
         if holders:
             return
-        del leases.held[reference.lease]
+        if until > -math.inf:
+            leases.parting[reference.lease] = (until, note)
+        else:
+            self._part(key, reference.lease, note)
+
+    def _part(self, key: PeerKey, lease: Lease, note: str) -> None:
+        leases = self._leases[key]
+        del leases.held[lease]
+        leases.parting.pop(lease, None)
         if not leases.held:
             del self._leases[key]
         reader = f"{self._hello.engine}@{self._hello.incarnation}"[:256]
-        self._words.append(Word(key.address, Release(key.incarnation, reference.lease, reader, note[:256])))
+        self._words.append(Word(key.address, Release(key.incarnation, lease, reader, note[:256])))
+
+    def part(self, now: float) -> None:
+        """Say of leases that nobody came for that they are over; called often."""
+        for key, leases in list(self._leases.items()):
+            for lease, (until, note) in list(leases.parting.items()):
+                if until <= now:
+                    self._part(key, lease, note)
 
     def renew(self, now: float) -> None:
         """Renew what is due; called often. From who was refused and never met nothing will be loaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -90,8 +91,10 @@ class Courier(Generic[T]):
 
         self._commands.put(command)
 
-    def release(self, request: str, reference: Reference, note: str) -> None:
-        self._commands.put(lambda: self._consumer.release(request, reference, note))
+    def release(self, request: str, reference: Reference, note: str, linger_s: float = 0.0) -> None:
+        """The request needs its lease no more. For `linger_s` longer it is kept for others that come with the reference."""
+        until = time.monotonic() + linger_s if linger_s else -math.inf
+        self._commands.put(lambda: self._consumer.release(request, reference, note, until))
 
     def close(self) -> None:
         """Say what was asked to be said, and end; greetings under way are given up, and waited for a while."""
@@ -109,6 +112,7 @@ class Courier(Generic[T]):
     def _run(self) -> None:
         while not self._stop.is_set():
             self._turn(_TICK_S)
+        self._commands.put(lambda: self._consumer.part(math.inf))
         self._turn(0)
 
     def _turn(self, wait_s: float) -> None:
@@ -129,6 +133,7 @@ class Courier(Generic[T]):
 
     def _send(self) -> None:
         now = time.monotonic()
+        self._consumer.part(now)
         self._consumer.renew(now)
         self._forgotten.extend(self._consumer.take_forgotten())
         greetings, words = self._consumer.take(now)

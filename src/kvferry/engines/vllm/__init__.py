@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvferry.engines.vllm import dynamo
 from kvferry.engines.vllm.manifest import manifest_of
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def __getattr__(name: str) -> Any:
 
 def register() -> None:
     """Make the connector known to vLLM by its name; vLLM calls this as a plugin in every process."""
+    dynamo.make_known("KVFerryConnector")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "KVFerryConnector" not in KVConnectorFactory._registry:

@@ -15,6 +15,7 @@ import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from kvferry.engines.vllm.identity import adapter_of, fingerprint
 from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.nearby import rank_nearby
 from kvferry.engines.vllm.options import Options
-from kvferry.engines.vllm.siblings import Siblings, family_of
+from kvferry.engines.vllm.siblings import Siblings, family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import tables_of
 from kvferry.errors import BadReferenceError, BindError, KVFerryError, SessionError
@@ -59,11 +60,16 @@ from kvferry.session import (
 logger = logging.getLogger("kvferry.vllm")
 
 FINISHED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
-NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
+NOTHING = {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": None}
+"""Nothing is kept. Some routers say `do_remote_prefill` whatever the producer said, and some want an answer: so there is one,
+and it says once more that there is no reference."""
 SEEKERS = 4
 READ_A_STEP = 8
 """References of requests that are still in vLLM's queue."""
 RETRY_S = 0.25
+LINGER_S = 1.0
+"""How long a lease is kept for other parts of a request than the one that has loaded. They come one after the other, and the
+first may be over before the last is there."""
 
 
 class Stage(Enum):
@@ -79,9 +85,10 @@ class Stage(Enum):
 @dataclass
 class _Decode:
     """A request that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
-    `sibling` is one of another prompt, from whose producer the right one is `sought`. `in_step`: it is loaded in the step that
-    first computes it."""
+    `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
+    part of. `in_step`: it is loaded in the step that first computes it."""
 
+    family: str
     unread: Mapping[str, Any] | None = None
     reference: Reference | None = None
     sibling: Reference | None = None
@@ -146,6 +153,7 @@ class SchedulerHalf:
         self._prefills: dict[str, _Prefill] = {}
         self._decodes: dict[str, _Decode] = {}
         self._unread: dict[str, Any] = {}
+        self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
         self._pending = _Pending()
         self._haste = Haste(may_hurry(config, kv_cache_config))
@@ -215,9 +223,8 @@ class SchedulerHalf:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._arrive_prefill(request)
-        elif params.get("do_remote_prefill"):
-            self._decodes[request.request_id] = _Decode(params)
-            self._unread[request.request_id] = request
+        elif params.get("do_remote_prefill") and not ("kvferry" in params and params["kvferry"] is None):
+            self._arrive_decode(request, params)
 
     def _arrive_prefill(self, request: Any) -> None:
         """N-1 tokens and one step, for every model: the consumer computes the last token itself."""
@@ -239,6 +246,11 @@ class SchedulerHalf:
         del request._all_token_ids[-1:]
         request.num_prompt_tokens -= 1
         self._prefills[request.request_id] = _Prefill(len(tokens), _digest(request, len(tokens), self._media_by_content))
+
+    def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
+        found = self._decodes[request.request_id] = _Decode(family_of(request.request_id), params)
+        self._families[found.family] += 1
+        self._unread[request.request_id] = request
 
     def _read(self, request: Any, found: _Decode) -> None:
         """Once, and a few in a step: all that arrive together would hold everybody up. A lease is kept from here on."""
@@ -422,7 +434,18 @@ class SchedulerHalf:
         """Nothing more is loaded; the producer may have its blocks back."""
         decode.stage = Stage.OVER
         if decode.reference is not None and self._courier is not None:
-            self._courier.release(identity, decode.reference, note)
+            linger_s = LINGER_S if self._is_part(identity, decode) else 0.0
+            self._courier.release(identity, decode.reference, note, linger_s)
+
+    def _is_part(self, identity: str, decode: _Decode) -> bool:
+        """Whether others may come with the same reference: several answers to a prompt, or a prompt that is there twice."""
+        return bool(prompt_of(identity)) or decode.sought is not None or self._families[decode.family] > 1
+
+    def _forget(self, identity: str) -> None:
+        decode = self._decodes.pop(identity)
+        self._families[decode.family] -= 1
+        if not self._families[decode.family]:
+            del self._families[decode.family]
 
     def _forget_hashes(self, decode: _Decode) -> None:
         """vLLM hashes what was loaded when it takes the request up again, at any step from here on."""
@@ -504,7 +527,7 @@ class SchedulerHalf:
             abandoned = decode.stage is Stage.ABANDONED
             self._over(identity, decode, "failed" if identity in failed else "loaded")
             if abandoned:
-                del self._decodes[identity]
+                self._forget(identity)
 
     def _learn(self, identity: str, seconds: float) -> None:
         decode = self._decodes.get(identity)
@@ -533,7 +556,7 @@ class SchedulerHalf:
             if decode.sought is not None and decode.sibling is not None:
                 decode.sought.add_done_callback(lambda sought: self._give_back(identity, sought))
             self._over(identity, decode, "finished before it was loaded")
-        del self._decodes[identity]
+        self._forget(identity)
 
     def _give_back(self, identity: str, sought: Future[Reference | None]) -> None:
         """A reference that was found too late."""
@@ -561,7 +584,7 @@ class SchedulerHalf:
         except (SessionError, BindError) as error:
             self._producer.abort(identity)
             logger.info("request %s leaves nothing for a consumer: %s", identity, error)
-            return False, None
+            return False, dict(NOTHING)
         self._stats.count("held")
         reference = Reference(
             self._address,

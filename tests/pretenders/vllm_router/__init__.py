@@ -1,0 +1,1 @@
+"""Stands in for vllm-router where processes are tested."""
