@@ -991,7 +991,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("inside", "field", "value", "said"),
         [
-            ("kv_transfer_config", "kv_buffer_device", "cuda", "kv_buffer_device is 'cuda', .* on 'cpu'; leave it out"),
+            ("kv_transfer_config", "kv_buffer_device", "cuda", "kv_buffer_device is 'cuda', .* on 'cpu': leave it out"),
             ("kv_transfer_config", "enable_permute_local_kv", True, "enable_permute_local_kv .*leave it out"),
             ("kv_transfer_config", "kv_port", 7600, "kv_port is 7600, .* with listen in kv_connector_extra_config"),
             ("model_config", "enable_sleep_mode", True, "without --enable-sleep-mode"),

@@ -13,7 +13,7 @@ Renew and Release have no answer: both may be repeated, and a lost one costs no 
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -29,11 +29,17 @@ MAX_LEASES: Final = 1 << 8
 
 
 class Card(Struct, frozen=True):
-    """One rank: what its caches hold, where its words lie, and how the transport reaches it (a bearer secret)."""
+    """One rank: what its caches hold, where its words lie, and how the transport reaches it (a bearer secret). `beacon` is what
+    stands at the last of the words; 0 where nothing is said of it."""
 
     caches: Manifest
     words: Manifest
     transport: Annotated[bytes, Meta(max_length=1 << 20)]
+    beacon: Annotated[int, Meta(le=0, ge=-(1 << 63))] = 0
+
+
+Role = Literal["", "producer", "consumer", "both"]
+"""What an engine is; empty where it does not say."""
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -50,6 +56,7 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     lease_s: Annotated[float, Meta(gt=0)]
     cards: Annotated[tuple[Card, ...], Meta(min_length=1, max_length=4096)]
     version: int = SESSION_VERSION
+    role: Role = ""
 
 
 class Refusal(Struct, frozen=True, tag="refusal"):
