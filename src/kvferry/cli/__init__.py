@@ -1,5 +1,5 @@
-"""The command line: `plan` and `explain` show a transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo`
-carries requests, `bench` measures."""
+"""The command line: `check` and `doctor` look at engines and the machine before they serve, `plan` and `explain` show a
+transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo` carries requests, `bench` measures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from kvferry.cli.bench import bench_app
 from kvferry.cli.certify import certify_command
+from kvferry.cli.check import check_command
 from kvferry.cli.demo import demo_command
 from kvferry.cli.explain import explain_command
 from kvferry.cli.output import complain
@@ -24,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command("check")(check_command)
 app.command("plan")(plan_command)
 app.command("explain")(explain_command)
 app.command("verify")(verify_command)

@@ -10,9 +10,9 @@ import typer
 
 from kvferry.cli.output import write
 from kvferry.cli.plan import MAX_TOKENS, SIDE_SYNTAX
-from kvferry.cli.request import example_request, sized_manifests
 from kvferry.errors import DecodeError, SideError
 from kvferry.explain import Title, document, page
+from kvferry.explain.request import example_request, sized_manifests
 from kvferry.manifest import Manifest
 from kvferry.models import Side, load_model
 from kvferry.plan import Request
