@@ -145,7 +145,8 @@ def _devices(text: str) -> tuple[str, str]:
 def _online(addresses: Sequence[str], key: Key | None, canary: bool, through: Sequence[str], timeout_s: float) -> Report:
     asked = ask_all(addresses, key, timeout_s)
     pairs, findings = check_engines(asked.engines)
-    findings = [*asked.findings, *findings, *(one for pair in pairs for one in pair.findings)]
+    missing = any(one.name in UNREACHED for one in asked.findings)
+    findings = [*asked.findings, *([] if missing else findings), *(one for pair in pairs for one in pair.findings)]
     canaries: list[Canary] = []
     if canary:
         from kvferry.check.canary import read_beacons
