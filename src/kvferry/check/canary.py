@@ -23,12 +23,13 @@ import numpy.typing as npt
 import zmq
 
 from kvferry.check.cards import Engine, Pair
+from kvferry.check.pages import as_pages
 from kvferry.errors import KVFerryError, SessionError, TransportError
 from kvferry.explain.request import block_tables
 from kvferry.findings import Finding, Severity
 from kvferry.manifest import Manifest
 from kvferry.manifest.check import check_manifest
-from kvferry.manifest.schema import Element, Group, Identity, Layer, Part, Rank, Region, Shape, StatePaged
+from kvferry.manifest.schema import Identity, Layer, Part, Rank, Region
 from kvferry.plan import Binder, Fills, Plan, Request, make_plans
 from kvferry.session import Card, Ferry, Key, Load, Meeting, Outcome, Reference, Release, Words, key_of
 from kvferry.session.fills import apply_fills
@@ -181,12 +182,20 @@ class _Pages:
     places: Mapping[int, int]
 
     def run(self, region: int, offset: int, length: int) -> Bytes:
-        """A run of the rank's memory."""
+        """A run of the rank's memory; it may go on from page to page."""
+        pieces = []
+        while length:
+            piece = self._piece(region, offset, length)
+            pieces.append(piece)
+            offset, length = offset + len(piece), length - len(piece)
+        return np.concatenate(pieces)
+
+    def _piece(self, region: int, offset: int, length: int) -> Bytes:
         for (of, start, stride), data in self.planes.items():
             block, inside = divmod(offset - start, stride)
-            if of == region and block in self.places and inside + length <= stride:
+            if of == region and 0 <= block < self.manifest.groups[0].blocks and block in self.places:
                 at = self.places[block] * stride + inside
-                return data[at : at + length]
+                return data[at : at + min(length, stride - inside)]
         raise SessionError(f"{length} bytes at {offset} of region {region} lie in no page of the reference's blocks")
 
 
@@ -205,9 +214,9 @@ def _pages(card: Card, reference: Reference, key: Key | None) -> _Pages:
     )
     count = max((group.blocks for group in manifest.groups), default=0)
     memory = [np.full(len(blocks) * stride, _STALE, np.uint8) for _, _, stride in planes]
-    there = _raw(manifest, manifest.regions, [(region, start, stride) for region, start, stride in planes], count)
+    there = as_pages("prefill", manifest.regions, planes, count)
     regions = tuple(Region(f"page{i}", len(data), int(data.ctypes.data)) for i, data in enumerate(memory))
-    here = _raw(manifest, regions, [(i, 0, stride) for i, (_, _, stride) in enumerate(planes)], len(blocks))
+    here = as_pages("kvferry-check", regions, [(i, 0, stride) for i, (_, _, stride) in enumerate(planes)], len(blocks))
     (plan,) = make_plans([here], [there])
     transport = Strategies(NixlTransport("kvferry-check", options_for(key)))
     try:
@@ -223,18 +232,6 @@ def _pages(card: Card, reference: Reference, key: Key | None) -> _Pages:
     finally:
         transport.close()
     return _Pages(manifest, dict(zip(planes, memory, strict=True)), places)
-
-
-def _raw(of: Manifest, regions: Sequence[Region], planes: Sequence[tuple[int, int, int]], blocks: int) -> Manifest:
-    """A rank as planes of pages, each page one cell."""
-    strides = sorted({stride for _, _, stride in planes})
-    shapes = tuple(Shape(Element("opaque", stride, opaque="page"), ()) for stride in strides)
-    layers = tuple(
-        Layer(f"plane{i}", 0, (Part("bytes", strides.index(stride), region, start, stride),))
-        for i, (region, start, stride) in enumerate(planes)
-    )
-    identity = Identity(of.identity.engine, of.identity.incarnation, "pages", Rank())
-    return Manifest(identity, tuple(regions), (Group(0, StatePaged(), blocks, hashed=False),), shapes, layers)
 
 
 class _StandIns:

@@ -11,6 +11,7 @@ from kvferry.cli.bench import bench_app
 from kvferry.cli.certify import certify_command
 from kvferry.cli.check import check_command
 from kvferry.cli.demo import demo_command
+from kvferry.cli.doctor import doctor_command
 from kvferry.cli.explain import explain_command
 from kvferry.cli.output import complain
 from kvferry.cli.plan import plan_command
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("check")(check_command)
+app.command("doctor")(doctor_command)
 app.command("plan")(plan_command)
 app.command("explain")(explain_command)
 app.command("verify")(verify_command)
