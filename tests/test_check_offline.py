@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvferry.check import Outlook, check_commands, read_command
 from kvferry.check.cures import CURES
 from kvferry.cli import app
+from kvferry.engines.vllm.options import STOCK_OPTIONS, Options
 from kvferry.errors import SideError
 from kvferry.findings import Finding, Severity, errors
 from kvferry.models import Side, legal, load_model, zoo_names
@@ -214,6 +215,15 @@ def test_the_seeds_are_many_and_each_is_alone():
     for seed in SEEDS:
         found = named(outlook(seed.prefill, seed.decode, seed.devices))
         assert found - follows.get(seed.name, set()) == {seed.name}, seed.name
+
+
+@pytest.mark.parametrize("option", STOCK_OPTIONS)
+def test_options_of_vllms_own_connector_are_told_what_became_of_them(option):
+    found = outlook(command(P, **extra(**{option: 1})), command(D))
+    assert [(one.name, one.cure) for one in found.findings] == [("unknown-option", STOCK_OPTIONS[option])]
+    here = STOCK_OPTIONS[option].partition("here it is ")[2].partition(",")[0]
+    assert not here or here in Options.__struct_fields__
+    assert f"`{option}`" in (SOURCE.parent.parent / "docs" / "migrating.md").read_text()
 
 
 def test_keys_are_compared_where_they_can_be_read(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 from kvferry.check import canary
 from kvferry.check.cards import Engine, ask_all, check_engines
 from kvferry.cli import app
+from kvferry.doctor.remote import Berth
 from kvferry.errors import KVFerryError
 from kvferry.explain import Title, document
 from kvferry.explain.request import example_request
@@ -302,3 +305,38 @@ def test_a_prompt_that_an_engine_has_no_blocks_for_is_not_shown(engines):
     pair = [engines(name, "llama-3.1-8b", "tp=1") for name in ("one", "two")]
     done = CliRunner().invoke(app, ["explain", *(w for one in pair for w in ("--engine", one.address)), "--tokens", "100000"])
     assert "too few for such a prompt" in str(done.exception)
+
+
+def shown_for_engines() -> list[str]:
+    page = (Path(__file__).parent.parent / "docs" / "checking.md").read_text()
+    blocks = re.findall(r"^```engines\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+
+
+def test_commands_that_are_shown_for_running_engines_work(engines, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for key in (None, key_in(tmp_path, "key=" * 10)):
+        there = engines("prefill", "lfm2-1.2b", "tp=2", role="producer", key=key)
+        here = engines("decode", "lfm2-1.2b", "tp=1", role="consumer", key=key)
+        (tmp_path / "key").write_text("key=" * 10)
+        mine = [command for command in shown_for_engines() if ("--key-file" in command) == (key is not None)]
+        assert mine
+        with served(there) as url, Berth("127.0.0.1:0", key, 1 << 20) as berth:
+            serving = threading.Thread(target=berth.serve, args=(60.0,), daemon=True)
+            serving.start()
+            places = {
+                "127.0.0.1:7600": there.address,
+                "127.0.0.1:7601": here.address,
+                "http://127.0.0.1:8100": url,
+                "--serve 127.0.0.1:7602": "--serve 127.0.0.1:0 --serve-s 0.1",
+                "127.0.0.1:7602": f"127.0.0.1:{berth.port}",
+            }
+            for shown in mine:
+                command = shown
+                for place, real in places.items():
+                    command = command.replace(place, real)
+                words = shlex.split(command)
+                assert words[0] == "kvferry"
+                done = CliRunner().invoke(app, words[1:], catch_exceptions=False)
+                assert done.exit_code == 0, (command, done.output)
+                assert done.stdout.strip()

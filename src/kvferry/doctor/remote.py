@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from types import TracebackType
 from typing import Final
@@ -32,6 +33,7 @@ class Berth:
     """Holds a pattern in `size` bytes and answers who asks for it, until it is closed."""
 
     def __init__(self, listen: str, key: Key | None, size: int = BYTES) -> None:
+        self._serving, self._closing = threading.Lock(), threading.Event()
         self._memory = allocate(size, "dram")
         self._memory.write(pattern(0, size))
         self._transport = NixlTransport(NAME, options_for(key))
@@ -52,13 +54,17 @@ class Berth:
     def serve(self, seconds: float) -> None:
         """Let others read for so long."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self._transport.notifications()
-            time.sleep(_TICK_S)
+        with self._serving:
+            while time.monotonic() < deadline and not self._closing.is_set():
+                self._transport.notifications()
+                time.sleep(_TICK_S)
 
     def close(self) -> None:
+        """Whoever serves ends first."""
+        self._closing.set()
         self._listener.close()
-        self._transport.close()
+        with self._serving:
+            self._transport.close()
 
     def __enter__(self) -> Berth:
         return self

@@ -17,6 +17,20 @@ from kvferry.transport import NixlOptions
 Seconds = Annotated[float, Meta(gt=0)]
 
 
+STOCK_OPTIONS: Final = {
+    "backends": "it is NixlConnector's; name one with backend",
+    "num_threads": "it is NixlConnector's; here it is posting_threads",
+    "kv_lease_duration": "it is NixlConnector's; here it is lease_s",
+    "engine_ttl": "it is NixlConnector's; leave it out, since a producer that ends is noticed and let go of",
+    "enforce_handshake_compat": "it is NixlConnector's; leave it out, since what matters is compared by name",
+    "bidirectional_kv_xfer": "it is NixlConnector's; leave it out, and make engines that prefill and decode kv_both",
+    "decoder_kv_blocks_ttl": "it is NixlConnector's; here it is lease_s, on the engine that is read from",
+    "kv_recompute_threshold": "it is NixlConnector's; leave it out: the router decides which prompts cross",
+    "push_registration_timeout": "it is NixlConnector's; leave it out, since nothing is pushed",
+}
+"""What becomes of the options of vLLM's own connector."""
+
+
 class Options(Struct, frozen=True, forbid_unknown_fields=True):
     """Every field has a default that works on one machine.
 
@@ -107,7 +121,8 @@ def option_troubles(extra: Mapping[str, Any]) -> Iterator[Finding]:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-            yield Finding("unknown-option", f"kv_connector_extra_config has no option {name!r}", hint)
+            seen = f"kv_connector_extra_config has no option {name!r}"
+            yield Finding("unknown-option", seen, STOCK_OPTIONS.get(name, hint))
     try:
         options = msgspec.convert(known, Options)
         said = [("listen on", split_address(options.listen)[0])]
