@@ -66,7 +66,7 @@ SHORT: Final = {
 KNOWN: Final = frozenset((*NUMBERS, *WORDS, *SWITCHES, *OBJECTS))
 ALIKE: Final = 0.87
 """So near to a flag that matters that it is a slip of the pen; near misses of vLLM's own flags are further apart."""
-OTHERS: Final = frozenset({"mamba_block_size", "mamba_cache_mode", "max_num_seqs", "block_hash_size", "kv_cache_metrics"})
+OTHERS: Final = frozenset({"ec_transfer_config"})
 """Flags of vLLM that are near to others and mean something else."""
 
 

@@ -74,7 +74,7 @@ def check_commands(
     shapes = [_shape(seen, model, found) for seen in (there, here)]
     if shapes[0] is None or shapes[1] is None:
         return Outlook(model or prefill.model, tuple(found), certain=False)
-    engines = [engine_of(seen.flags, seen.device, shape) for seen, shape in zip((there, here), shapes, strict=True) if shape]
+    engines = [engine_of(seen.flags, seen.device, model or seen.flags.model) for seen in (there, here)]
     for seen, engine in zip((there, here), engines, strict=True):
         found += [replace(one, where=seen.side) for one in engine.troubles]
     named = shapes[0].name

@@ -63,10 +63,12 @@ class Engine:
         )
 
 
-def find_model(name: str) -> ModelShape:
-    """A config.json, a folder with one, a model of the zoo, also under its name on a hub (`org/Name-Instruct`)."""
+def find_model(name: str, flags: Flags | None = None) -> ModelShape:
+    """A config.json, a folder with one, a model of the zoo, also under its name on a hub (`org/Name-Instruct`); in the dtype
+    that flags ask for."""
+    dtype = _dtype(flags.word("dtype")) if flags is not None else ""
     try:
-        return load_model(name)
+        return load_model(name, dtype)
     except ModelError:
         short = name.rstrip("/").rpartition("/")[2].lower()
         if Path(name).exists() or not short:
@@ -74,11 +76,12 @@ def find_model(name: str) -> ModelShape:
         near = [known for known in zoo_names() if short.startswith(known)]
         if not near:
             raise
-        return load_model(max(near, key=len))
+        return load_model(max(near, key=len), dtype)
 
 
-def engine_of(flags: Flags, device: str, model: ModelShape) -> Engine:
+def engine_of(flags: Flags, device: str, name: str) -> Engine:
     """What the flags make of a model; a size that no engine could run is a trouble."""
+    model, asked = find_model(name), find_model(name, flags)
     latent = any(isinstance(kind, LatentAttention) for kind in model.kinds)
     backend = _backend(flags) or BACKENDS[device, latent]
     order = _order(flags, device, latent)
@@ -95,7 +98,7 @@ def engine_of(flags: Flags, device: str, model: ModelShape) -> Engine:
     side = Side(flags.number("tensor_parallel_size"), flags.number("pipeline_parallel_size"), layout)
     stages = _stages(flags)
     shaped = replace(
-        model, layers=tuple(tuple(_spec(spec, flags, backend, order, side) for spec in held) for held in model.layers)
+        model, layers=tuple(tuple(_spec(spec, flags, backend, order, side) for spec in held) for held in asked.layers)
     )
     form = flags.word("kv_cache_dtype", "auto")
     form = flags.word("dtype", "auto") if form == "auto" else FORMATS.get(form, form)
@@ -151,17 +154,15 @@ def _spec(spec: LayerSpec, flags: Flags, backend: str, order: str, side: Side) -
 
 
 def _numbers(kind: LayerKind, flags: Flags) -> LayerKind:
-    """The kind with the dtypes that flags ask for."""
-    asked = _dtype(flags.word("dtype"))
+    """A state's kind with the dtypes that flags ask for; a state that has no dtype of its own has its convolution's."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
-    if "dtype" in names and asked and not isinstance(kind, Entries):
-        changes["dtype"] = asked
     if kind.paging == "state":
         own, ssm = _dtype(flags.word("mamba_cache_dtype")), _dtype(flags.word("mamba_ssm_cache_dtype"))
         if own and "dtype" in names:
             changes["dtype"] = own
-        if "ssm_dtype" in names and (ssm or own):
+        follows = getattr(kind, "ssm_dtype", "") == getattr(kind, "dtype", "")
+        if "ssm_dtype" in names and (ssm or (own and follows)):
             changes["ssm_dtype"] = ssm or own
     return replace(kind, **changes) if changes else kind  # type: ignore[type-var]
 
