@@ -250,6 +250,33 @@ def test_a_wildcard_is_no_address_for_others(tmp_path):
     assert named(outlook(kept, keyed)) == {"ucx-devices"}
 
 
+@pytest.mark.parametrize(
+    ("device", "allowed", "direct"),
+    [
+        ("cpu", "all", True),
+        ("cpu", "tcp", False),
+        ("cpu", "tcp,sm", True),
+        ("cpu", "rc_x,tcp", True),
+        ("cpu", "^cma", False),
+        ("cpu", "^tcp", True),
+        ("cuda", "tcp,cuda_copy", False),
+        ("cuda", "cuda_copy,cuda_ipc,tcp,sm,self", True),
+        ("cuda", "rc,cuda_copy", True),
+        ("cuda", "tcp,sm", False),
+        ("cuda", "^cuda_ipc", False),
+    ],
+)
+def test_transports_that_cannot_read_directly_are_told(device, allowed, direct):
+    quiet = "VLLM_CPU_OMP_THREADS_BIND=nobind"
+    found = outlook(command(P, variables=f"{quiet} UCX_TLS={allowed}"), command(D, variables=quiet), (device, device))
+    assert ("ucx-tls" in named(found)) is not direct
+
+
+def test_peers_are_compared_by_what_they_stand_for():
+    there = command(P, **extra(listen="localhost:7600"))
+    assert named(outlook(there, command(D, **extra(peers=["127.0.0.1:7600"])))) == set()
+
+
 def test_weights_of_two_folders_are_compared(tmp_path):
     zoo = SOURCE / "models" / "zoo" / "llama-3.1-8b.json"
     for name, value in (("one", 1), ("same", 1), ("other", 2)):

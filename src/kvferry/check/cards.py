@@ -22,6 +22,7 @@ from kvferry.manifest.schema import Identity
 from kvferry.plan import Plan
 from kvferry.session import Hello, Key, PeerKey, Welcome, Words
 from kvferry.session.key import reach
+from kvferry.session.messages import CONSUMER, PRODUCER
 from kvferry.session.wire import RefusedError, SilentError, ask_at, find
 from kvferry.transport.metadata import refuse_elsewhere
 
@@ -53,8 +54,9 @@ class Engine:
         return f"TP{rank.tp_size}" if rank.pp_size == 1 else f"TP{rank.tp_size},PP{rank.pp_size}"
 
     def is_a(self, role: str) -> bool:
-        """An engine that does not say what it is may be anything."""
-        return self.welcome.role in ("", role, "both")
+        """An engine that does not say what it is, or says something that is not known here, may be anything."""
+        said = self.welcome.role
+        return said not in (PRODUCER, CONSUMER) or said == role
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ def _ask(address: str, key: Key | None, timeout_s: float) -> Engine | Finding:
 
 def check_engines(engines: Sequence[Engine]) -> tuple[list[Pair], list[Finding]]:
     """Every producer with every consumer but itself; and what is to be said of the fleet as a whole."""
-    producers = [engine for engine in engines if engine.is_a("producer")]
-    consumers = [engine for engine in engines if engine.is_a("consumer")]
+    producers = [engine for engine in engines if engine.is_a(PRODUCER)]
+    consumers = [engine for engine in engines if engine.is_a(CONSUMER)]
     shapes = {id(engine): _shape(engine) for engine in engines}
     known: dict[tuple[Shape, Shape], tuple[tuple[Finding, ...], Moves | None, tuple[Plan, ...]]] = {}
     pairs = []

@@ -14,15 +14,15 @@ from kvferry.engines.vllm.options import Options, option_troubles, read_options
 from kvferry.engines.vllm.refusals import PORT, unserved
 from kvferry.errors import SessionError
 from kvferry.findings import Finding, Severity, errors
-from kvferry.session.key import is_loopback, read_key, split_address
+from kvferry.session.key import is_loopback, loopback, read_key, split_address
 
 CONNECTOR: Final = "KVFerryConnector"
 MODULE: Final = "kvferry.engines.vllm"
 ROLES: Final = {"prefill": ("kv_producer", "kv_both"), "decode": ("kv_consumer", "kv_both")}
 STOCK: Final = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 API_PORT: Final = 8000
-DEAF: Final = ("rc", "ud", "dc", "ib", "sm", "shm", "cma", "xpmem", "posix", "sysv", "mm", "all", "gga", "srd")
-"""Transports of UCX that read memory without the other side's help."""
+FABRICS: Final = frozenset({"rc", "ud", "dc", "ib", "gga", "srd"})
+"""Transports of UCX that read the memory of other machines without their help."""
 
 
 @dataclass(frozen=True)
@@ -157,23 +157,22 @@ def _ucx(seen: Seen) -> Iterator[Finding]:
     if options is None or options.backend != "UCX":
         return
     settings = {**options.nixl.ucx, **{k: v for k, v in seen.flags.environment.items() if k.startswith("UCX_")}}
-    allowed = settings.get("UCX_TLS", "all").lower()
-    names = {word.strip().partition("_")[0] for word in allowed.removeprefix("^").split(",")}
-    reads = {"cuda"} if seen.device == "cuda" else set()
-    helped = names & {*DEAF, *reads}
-    if ("all" not in names and not helped and not allowed.startswith("^")) or (
-        allowed.startswith("^") and {"sm", "cma"} & names
-    ):
-        seen_ = f"UCX_TLS={settings['UCX_TLS']} leaves UCX no way to read memory directly: it emulates reads, far slower"
-        yield Finding(
-            "ucx-tls",
-            seen_,
-            "unset UCX_TLS, or allow sm and cma on one machine, rc and cuda between machines",
-            Severity.WARNING,
-        )
+    if not _reads_directly(settings.get("UCX_TLS", "all").lower(), seen.device):
+        said = f"UCX_TLS={settings['UCX_TLS']} has no way to read {seen.device} memory directly: reads are emulated"
+        cure = "unset UCX_TLS, or allow sm and cma on one machine, rc between machines, and cuda_ipc for device memory"
+        yield Finding("ucx-tls", said, cure, Severity.WARNING)
     if settings.get("UCX_NET_DEVICES") == "lo" and not is_loopback(options.advertise or split_address(options.listen)[0]):
         cure = "unset UCX_NET_DEVICES, or name the devices that lead to the other machine"
         yield Finding("ucx-devices", "UCX_NET_DEVICES=lo, but this engine is to be reached from other machines", cure)
+
+
+def _reads_directly(allowed: str, device: str) -> bool:
+    words = {word.strip() for word in allowed.removeprefix("^").split(",")}
+    kinds = {word.partition("_")[0] for word in words}
+    near = {"cuda", "cuda_ipc"} if device == "cuda" else {"sm", "shm", "cma", "xpmem", "posix", "sysv", "mm"}
+    if allowed.startswith("^"):
+        return not near & words
+    return bool({"all", *near, *FABRICS} & (words | (kinds - {"cuda"})))
 
 
 def _memory(seen: Seen) -> Iterator[Finding]:
@@ -253,8 +252,9 @@ def _peers(prefill: Seen, there: Options, here: Options) -> Iterator[Finding]:
     host, port = split_address(there.listen)
     host = there.advertise or host
     count = max(1, prefill.flags.number("data_parallel_size"))
-    known = {f"{host}:{port + i}" for i in range(count)}
-    if port and here.peers and not known & set(here.peers):
+    known = {(loopback(host) or host, port + i) for i in range(count)}
+    named = [split_address(peer) for peer in here.peers]
+    if port and named and not any((loopback(at) or at, number) in known for at, number in named):
         seen = f"the decode engine meets {', '.join(here.peers)} at its start, and the prefill engine is at {host}:{port}"
         yield Finding("peers", seen, "name the prefill engine's address in peers, or leave peers out", Severity.WARNING)
 

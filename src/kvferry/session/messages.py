@@ -13,7 +13,7 @@ Renew and Release have no answer: both may be repeated, and a lost one costs no 
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -38,8 +38,9 @@ class Card(Struct, frozen=True):
     beacon: Annotated[int, Meta(le=0, ge=-(1 << 63))] = 0
 
 
-Role = Literal["", "producer", "consumer", "both"]
-"""What an engine is; empty where it does not say."""
+PRODUCER: Final = "producer"
+CONSUMER: Final = "consumer"
+BOTH: Final = "both"
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -51,12 +52,14 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
+    """`role` is what the engine is, one of those above; empty where it does not say. Newer engines may be something else."""
+
     engine: Name
     incarnation: Name
     lease_s: Annotated[float, Meta(gt=0)]
     cards: Annotated[tuple[Card, ...], Meta(min_length=1, max_length=4096)]
     version: int = SESSION_VERSION
-    role: Role = ""
+    role: Label = ""
 
 
 class Refusal(Struct, frozen=True, tag="refusal"):

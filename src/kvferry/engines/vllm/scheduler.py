@@ -52,7 +52,7 @@ from kvferry.session import (
     seek,
     to_params,
 )
-from kvferry.session.messages import Role
+from kvferry.session.messages import BOTH, CONSUMER, PRODUCER
 
 logger = logging.getLogger("kvferry.vllm")
 
@@ -123,9 +123,7 @@ class SchedulerHalf:
         self._listener: Listener | None = None
         self._address = ""
         self._produces: bool = transfer.is_kv_producer
-        self._role: Role = "both" if transfer.is_kv_consumer else "producer"
-        if not self._produces:
-            self._role = "consumer"
+        self._role = (BOTH if transfer.is_kv_consumer else PRODUCER) if self._produces else CONSUMER
         if options.answers(self._produces):
             index = getattr(config.parallel_config, "data_parallel_index", 0)
             self._listener = Listener(options.listening(index), self._key, self._producer.stands)
