@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kvferry.cli.request import block_tables, blocks_needed
+from kvferry.explain.request import block_tables, blocks_needed
 from kvferry.models import Side, load_model, manifests
 from kvferry.plan import Binder, Plan, Request, make_plan
 from kvferry.plan.rows import PreparedRows

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.cli.plan import Shown
-from kvferry.cli.request import example_request, sized_manifests
+from kvferry.explain.request import example_request, sized_manifests
 from kvferry.models import Side, load_model, zoo_names
 
 SAMPLES = 200

@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.check import check_commands, read_command
+from kvferry.check.cures import CURES
 from kvferry.cli.plan import Shown
+from kvferry.doctor.remote import _UNHEARD
+from kvferry.doctor.rules import KNOWN
+from kvferry.findings import errors
 from kvferry.models import Side, load_model
 
 ROOT = Path(__file__).parent.parent
@@ -21,12 +26,13 @@ CONFIG = ROOT / "src" / "kvferry" / "models" / "zoo" / "llama-3.1-8b.json"
 
 
 def blocks(page: Path, info: str) -> list[str]:
-    return re.findall(rf"^```{info}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^ *```{info}\n(.*?)^ *```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def console_commands() -> list[str]:
-    lines = [line for page in PAGES for block in blocks(page, "console") for line in block.splitlines()]
-    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    """In lists too."""
+    lines = [line.strip() for page in PAGES for block in blocks(page, "console") for line in block.splitlines()]
+    return list(dict.fromkeys(line.removeprefix("$ ") for line in lines if line.startswith("$ ")))
 
 
 def make_targets() -> set[str]:
@@ -42,14 +48,52 @@ def test_the_documentation_shows_commands():
     assert {"demo", "test"} <= make_targets()
 
 
+def shown_engines() -> tuple[str, str]:
+    """The two commands of the page on vLLM, for a model that is known without its checkpoint."""
+    first, second, *_ = (block.strip().replace("MODEL", "llama-3.1-8b") for block in blocks(ROOT / "docs" / "vllm.md", "vllm"))
+    return first, second
+
+
 @pytest.mark.parametrize("command", console_commands())
 def test_a_shown_command_works(command, tmp_path):
     (tmp_path / "config.json").write_text(CONFIG.read_text())
+    for name, shown in zip(("prefill.sh", "decode.sh"), shown_engines(), strict=True):
+        (tmp_path / name).write_text(shown)
     words = shlex.split(command)
     assert words[0] == "kvferry"
     done = run(sys.executable, "-m", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", [block.strip() for page in PAGES for block in blocks(page, "vllm")])
+def test_a_shown_engine_has_nothing_that_check_would_find(command):
+    first, second = (read_command(one) for one in shown_engines())
+    mine = read_command(command.replace("MODEL", "llama-3.1-8b"))
+    pair = (mine, second) if mine.role != "kv_consumer" else (first, mine)
+    assert errors(check_commands(*pair).findings) == []
+    assert mine.ferry is not None
+
+
+def test_every_finding_is_on_the_page_of_checks_and_no_other_is():
+    source = [path.read_text() for path in (ROOT / "src" / "kvferry").rglob("*.py")]
+    made = {name for text in source for name in re.findall(r"Finding\(\s*\"([a-z-]+)\"", text)}
+    made |= {*CURES, *(known.name for known in KNOWN), *(name for _, name, _ in _UNHEARD)}
+    tables = (ROOT / "docs" / "checking.md").read_text().partition("## Findings of check")[2]
+    names = [line.split("|")[1] for line in tables.splitlines() if line.startswith("| `")]
+    shown = {name for cell in names for name in re.findall(r"`([a-z-]+)`", cell)}
+    assert made - shown == set()
+    assert shown - made == set()
+
+
+def test_threads_lead_to_tests_that_there_are():
+    text = (ROOT / "docs" / "vllm-threads.md").read_text()
+    named = re.findall(r"`(tests/[a-z_/]+\.py)::(test_\w+)`", text)
+    assert len(named) >= 40
+    for file, test in named:
+        assert re.search(rf"def {test}\(", (ROOT / file).read_text()), f"{file}::{test}"
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| in the thread")]
+    assert all("::test_" in row for row in rows)
 
 
 @pytest.mark.parametrize("target", sorted(make_targets()))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvferry.engines.vllm import manifest as declaring
 from kvferry.errors import ManifestError, MismatchError
 from kvferry.manifest import check_manifest
 from kvferry.plan import Binder, Binding, Request, make_plans
@@ -178,3 +179,10 @@ def test_an_order_that_nothing_explains_is_refused_by_name(monkeypatch: pytest.M
     as_if_seen(monkeypatch, {})
     with pytest.raises(ManifestError, match=r"layers\.0\.self_attn\.attn: no order of heads and tokens explains"):
         manifests(replace(SMALL, layout="LNBHC"), "D")
+
+
+def test_a_cache_of_another_spec_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_if_seen(monkeypatch, {})
+    monkeypatch.setattr(declaring, "TOKEN_SPECS", frozenset({"SomethingElseSpec"}))
+    with pytest.raises(ManifestError, match=r"a cache of spec \w+ is not supported; supported: MambaSpec, SomethingElseSpec"):
+        manifests(SMALL, "D")

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvferry.cli.request import block_tables, blocks_needed
+from kvferry.explain.request import block_tables, blocks_needed
 from kvferry.manifest import Attention, GroupSpec, Identity, LayerSpec, Layout, Manifest, build_manifest
 from kvferry.models import Side, load_model, manifests
 from kvferry.plan import Binder, Fleet, Plan, Request, make_plans

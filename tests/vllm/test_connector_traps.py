@@ -37,12 +37,15 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeK
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvferry.check import ask_all, check_engines
+from kvferry.check.canary import read_beacons
 from kvferry.engines.vllm import KVFerryConnector, register, scheduler
 from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.scheduler import _digest
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
 from kvferry.engines.vllm.tables import tables_of
 from kvferry.errors import BindError, ManifestError, MismatchError, SessionError, TransportError
+from kvferry.fleet.server import free_port
 from kvferry.session import Lease, from_params, to_params
 
 pytestmark = pytest.mark.vllm
@@ -315,6 +318,23 @@ class TestRefusedReferences:
             assert here.prefill("r", PROMPT) == NOTHING
             assert here.scheduled["r"] == len(PROMPT)
             assert here.held == 0
+            assert here.connector.scheduler._listener is None
+
+    def test_an_engine_that_only_consumes_answers_who_checks_it_where_it_is_given_a_port(self) -> None:
+        """It still prefills for nobody; and both engines say what they are, and show their beacons."""
+        listen = f"127.0.0.1:{free_port()}"
+        consumer = Setup("llama", tp=2, engine="D", role="kv_consumer", options=(("listen", listen),))
+        with engines(Setup("llama", engine="P", role="kv_producer"), consumer) as (there, here):
+            assert here.prefill("r", PROMPT) == NOTHING
+            address = there.connector.scheduler._address
+            asked = ask_all([address, listen], None, 30.0)
+            assert [one.welcome.role for one in asked.engines] == ["producer", "consumer"]
+            pairs, findings = check_engines(asked.engines)
+            assert ([pair.name for pair in pairs], findings) == ([f"{address} → {listen}"], [])
+            assert not pairs[0].findings
+            assert pairs[0].plans
+            done = read_beacons(asked.engines[0], None)
+            assert (done.ranks, done.findings) == (1, ())
 
 
 class TestPrefills:
@@ -1059,7 +1079,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("inside", "field", "value", "said"),
         [
-            ("kv_transfer_config", "kv_buffer_device", "cuda", "kv_buffer_device is 'cuda', .* on 'cpu'; leave it out"),
+            ("kv_transfer_config", "kv_buffer_device", "cuda", "kv_buffer_device is 'cuda', .* on 'cpu': leave it out"),
             ("kv_transfer_config", "enable_permute_local_kv", True, "enable_permute_local_kv .*leave it out"),
             ("kv_transfer_config", "kv_port", 7600, "kv_port is 7600, .* with listen in kv_connector_extra_config"),
             ("model_config", "enable_sleep_mode", True, "without --enable-sleep-mode"),
@@ -1087,8 +1107,8 @@ class TestNames:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ((("lease", 3),), r"no option 'lease'; did you mean lease_s\?"),
-            ((("zzz", 3),), r"no option 'zzz'; there are listen, "),
+            ((("lease", 3),), r"no option 'lease': did you mean lease_s\?"),
+            ((("zzz", 3),), r"no option 'zzz': there are listen, "),
             ((("lease_s", 0),), r"lease_s"),
             ((("listen", "0.0.0.0:0"),), r"needs a key: set key_file"),
             ((("peers", ("nowhere",)),), r"'nowhere' is not an address"),

@@ -1,5 +1,5 @@
-"""The command line: `plan` and `explain` show a transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo`
-carries requests, `up` serves, `bench` measures."""
+"""The command line: `check` and `doctor` look at engines and the machine before they serve, `plan` and `explain` show a
+transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo` carries requests, `up` serves, `bench` measures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import typer
 from kvferry import __version__
 from kvferry.cli.bench import bench_app
 from kvferry.cli.certify import certify_command
+from kvferry.cli.check import check_command
 from kvferry.cli.completion import answer_shells, completion_command
 from kvferry.cli.demo import demo_command
+from kvferry.cli.doctor import doctor_command
 from kvferry.cli.explain import explain_command
 from kvferry.cli.output import complain, write
 from kvferry.cli.plan import plan_command
@@ -42,6 +44,8 @@ def options(
 ) -> None: ...
 
 
+app.command("check")(check_command)
+app.command("doctor")(doctor_command)
 app.command("plan")(plan_command)
 app.command("explain")(explain_command)
 app.command("verify")(verify_command)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from kvferry.check.cards import ask_all
 from kvferry.cli.output import write
 from kvferry.cli.plan import MAX_TOKENS, SIDE_SYNTAX
-from kvferry.cli.request import example_request, sized_manifests
-from kvferry.errors import DecodeError, SideError
+from kvferry.engines.vllm.drafters import without_other_drafters
+from kvferry.errors import DecodeError, SessionError, SideError, plain
 from kvferry.explain import Title, document, page
+from kvferry.explain.request import blocks_needed, example_request, sized_manifests
 from kvferry.manifest import Manifest
 from kvferry.models import Side, load_model
 from kvferry.plan import Request
+from kvferry.session import Key, read_key
 
 MAX_PLAN_BYTES = 1 << 30
 
@@ -26,17 +30,26 @@ def explain_command(
     decode: Annotated[str, typer.Option(help="The consumer, written likewise.")] = "",
     tokens: Annotated[int, typer.Option(help="Prompt length of the request to show.")] = 1000,
     plan: Annotated[Path | None, typer.Option(help="What `kvferry plan --json` wrote, instead of a model and sides.")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="A running engine's listen address, host:port; give two, prefill first.")
+    ] = None,
+    key_file: Annotated[str, typer.Option(help="The cluster's key, as in the engines' options.")] = "",
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("transfer.html"),
 ) -> None:
     """Write a page that shows who reads what from whom, down to single bytes."""
+    if sum((plan is not None, bool(engine), bool(model or prefill or decode))) != 1:
+        raise SideError(
+            "give --model, --prefill and --decode, or --plan with a file that `kvferry plan --json` wrote, "
+            "or --engine twice with addresses of running engines; one of the three: leave out the others"
+        )
     if plan is not None:
-        if model or prefill or decode:
-            raise SideError("--plan holds the model and both sides: leave out --model, --prefill and --decode")
         shown = document(*_saved(plan))
+    elif engine:
+        shown = document(*_running(engine, read_key(key_file) if key_file else None, tokens))
     elif model and prefill and decode:
         shown = document(*_planned(model, prefill, decode, tokens))
     else:
-        raise SideError("give --model, --prefill and --decode, or --plan with a file that `kvferry plan --json` wrote")
+        raise SideError("give all of --model, --prefill and --decode")
     text = page(shown)
     try:
         out.write_text(text, encoding="utf-8")
@@ -48,9 +61,35 @@ def explain_command(
 Transfer = tuple[Title, tuple[Manifest, ...], tuple[Manifest, ...], Request]
 
 
-def _planned(model: str, prefill: str, decode: str, tokens: int) -> Transfer:
+def _running(addresses: Sequence[str], key: Key | None, tokens: int) -> Transfer:
+    """What the engines themselves say; the request is made up, since nobody is asked for one."""
+    _check_tokens(tokens)
+    if len(dict.fromkeys(addresses)) != 2:
+        raise SideError(f"--engine is given {len(addresses)} times: give the prefill engine's address and the decode engine's")
+    asked = ask_all(addresses, key)
+    for found in asked.findings:
+        raise SessionError(str(found))
+    there, here = asked.engines
+    if not there.is_a("producer") or not here.is_a("consumer"):
+        there, here = here, there
+    welcome = without_other_drafters(there.welcome, here.manifests)
+    producers, consumers = tuple(card.caches for card in welcome.cards), here.manifests
+    for side, manifest in (("prefill", producers[0]), ("decode", consumers[0])):
+        least = min((group.blocks for group in manifest.groups), default=0)
+        if blocks_needed(manifest.groups, tokens) > least:
+            raise SideError(f"--tokens {tokens}: the {side} engine has {least:,} blocks, too few for such a prompt; give fewer")
+    source = f"asked of {there.address} and {here.address}"
+    title = Title(plain(producers[0].identity.model), there.topology, here.topology, source)
+    return title, producers, consumers, example_request(producers[0], consumers[0], tokens)
+
+
+def _check_tokens(tokens: int) -> None:
     if not 1 <= tokens <= MAX_TOKENS:
         raise SideError(f"--tokens {tokens}: give a prompt length from 1 to {MAX_TOKENS:,}")
+
+
+def _planned(model: str, prefill: str, decode: str, tokens: int) -> Transfer:
+    _check_tokens(tokens)
     shape, ours, theirs = load_model(model), Side.parse(prefill), Side.parse(decode)
     producers = sized_manifests(shape, ours, "prefill", tokens)
     consumers = sized_manifests(shape, theirs, "decode", tokens)

@@ -12,8 +12,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from kvferry.cli.output import show, show_json
-from kvferry.cli.request import example_request, sized_manifests
 from kvferry.errors import SideError
+from kvferry.explain.request import example_request, sized_manifests
 from kvferry.models import ModelShape, Side, load_model
 from kvferry.plan import Binder, Binding, Fleet, Plan, Request, Route, make_plans, routes
 from kvferry.plan.explain import Cost, Read, costs, reads

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.manifest.schema import Axis, Chunk, Element, Layer, Manifest, Reach, Shape, TokenPaged, Window
 
@@ -26,11 +26,13 @@ _PLURAL = {
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One difference; `layer` and `part` are empty where it concerns the engines as a whole."""
+    """One difference; `layer` and `part` are empty where it concerns the engines as a whole. `name` says which kind of
+    difference it is, for whoever looks up what to do about it; two that say the same are equal whatever they are called."""
 
     what: str
     layer: str = ""
     part: str = ""
+    name: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         where = " ".join(w for w in (self.layer, self.part) if w)
@@ -64,10 +66,14 @@ def compare_layers(consumer: Manifest, layers: Iterable[Layer], holders: Holders
         held = holders.get(layer.name, ())
         if not held and layer.required:
             found.append(
-                Mismatch("held by no producer rank; does the producer run the whole model, and all of its ranks?", layer.name)
+                Mismatch(
+                    "held by no producer rank; does the producer run the whole model, and all of its ranks?",
+                    layer.name,
+                    name="missing-layer",
+                )
             )
         if len({other.group for _, other in held}) > 1:
-            found.append(Mismatch("the producer's ranks put it in different groups", layer.name))
+            found.append(Mismatch("the producer's ranks put it in different groups", layer.name, name="ranks"))
         for producer, other in held:
             found += _layers(layer, consumer, other, producer)
     return tuple(dict.fromkeys(found))
@@ -75,18 +81,19 @@ def compare_layers(consumer: Manifest, layers: Iterable[Layer], holders: Holders
 
 def _identities(consumer: Manifest, producers: Sequence[Manifest]) -> Iterator[Mismatch]:
     for model in sorted({p.identity.model for p in producers} - {consumer.identity.model}):
-        yield Mismatch(f"model {model} there, {consumer.identity.model} here")
+        yield Mismatch(f"model {model} there, {consumer.identity.model} here", name="model")
     engines = {(p.identity.engine, p.identity.incarnation) for p in producers}
     if len(engines) > 1:
         names = ", ".join(f"{engine}@{incarnation}" for engine, incarnation in sorted(engines))
-        yield Mismatch(f"the producer's ranks are of different engines or incarnations: {names}")
+        yield Mismatch(f"the producer's ranks are of different engines or incarnations: {names}", name="ranks")
     ranks = [p.identity.rank for p in producers]
     for rank in sorted({str(r) for r in ranks if ranks.count(r) > 1}):
-        yield Mismatch(f"producer rank {rank} appears twice")
+        yield Mismatch(f"producer rank {rank} appears twice", name="ranks")
     for group_id in sorted({g.id for p in producers for g in p.groups}):
         same = {(g.paging, g.blocks) for p in producers for g in p.groups if g.id == group_id}
         if len(same) > 1:
-            yield Mismatch(f"the producer's ranks disagree on group {group_id}: one block table cannot serve them all")
+            what = f"the producer's ranks disagree on group {group_id}: one block table cannot serve them all"
+            yield Mismatch(what, name="ranks")
 
 
 def _unsupported(manifest: Manifest) -> Iterator[Mismatch]:
@@ -94,29 +101,31 @@ def _unsupported(manifest: Manifest) -> Iterator[Mismatch]:
         if isinstance(group.paging, TokenPaged):
             if group.paging.cyclic is not None:
                 yield Mismatch(
-                    f"{manifest.identity}: group {group.id} deals its tokens to context-parallel ranks: not supported yet"
+                    f"{manifest.identity}: group {group.id} deals its tokens to context-parallel ranks: not supported yet",
+                    name="context-parallel",
                 )
             if group.paging.ring is not None:
-                yield Mismatch(f"{manifest.identity}: group {group.id} is a ring of tokens: not supported yet")
+                what = f"{manifest.identity}: group {group.id} is a ring of tokens: not supported yet"
+                yield Mismatch(what, name="token-ring")
 
 
 def _layers(layer: Layer, consumer: Manifest, other: Layer, producer: Manifest) -> Iterator[Mismatch]:
     group, other_group = consumer.group(layer.group), producer.group(other.group)
     if (group.tokens == 0) != (other_group.tokens == 0):
         kinds = ["state" if g.tokens == 0 else "token" for g in (other_group, group)]
-        yield Mismatch(f"paged by {kinds[0]} there, by {kinds[1]} here", layer.name)
+        yield Mismatch(f"paged by {kinds[0]} there, by {kinds[1]} here", layer.name, name="paging")
         return
     if layer.reach != other.reach:
-        yield Mismatch(f"{_reach(other.reach)} there, {_reach(layer.reach)} here", layer.name)
+        yield Mismatch(f"{_reach(other.reach)} there, {_reach(layer.reach)} here", layer.name, name="reach")
     there = {p.name: producer.shapes[p.shape] for p in other.parts}
     here = {p.name: consumer.shapes[p.shape] for p in layer.parts}
     for name in sorted(here.keys() ^ there.keys()):
         side = "producer" if name in here else "consumer"
-        yield Mismatch(f"the {side} does not hold this part", layer.name, name)
+        yield Mismatch(f"the {side} does not hold this part", layer.name, name, "parts")
     for name, shape in here.items():
         if name in there:
-            for what in _shapes(there[name], shape):
-                yield Mismatch(what, layer.name, name)
+            for called, what in _shapes(there[name], shape):
+                yield Mismatch(what, layer.name, name, called)
 
 
 def _reach(reach: Reach) -> str:
@@ -127,29 +136,32 @@ def _reach(reach: Reach) -> str:
     return "full attention"
 
 
-def _shapes(there: Shape, here: Shape) -> Iterator[str]:
+def _shapes(there: Shape, here: Shape) -> Iterator[tuple[str, str]]:
+    """Differences with their names."""
     if there.element != here.element:
         yield from _elements(there.element, here.element)
     per_entry = tuple(s.token.per_entry if s.token else 0 for s in (there, here))
     if per_entry[0] != per_entry[1]:
-        yield f"an entry stands for {per_entry[0]} tokens there, {per_entry[1]} here" + (
-            "; opaque cells cannot be cut: use the same kernel block size on both sides" if here.element.opaque else ""
-        )
+        opaque = bool(here.element.opaque)
+        hint = "; opaque cells cannot be cut: use the same kernel block size on both sides" if opaque else ""
+        what = f"an entry stands for {per_entry[0]} tokens there, {per_entry[1]} here{hint}"
+        yield "opaque-blocks" if opaque else "entries", what
     partial = tuple(bool(s.token and s.token.moves_partial) for s in (there, here))
     if per_entry[0] == per_entry[1] and partial[0] != partial[1]:
-        yield f"an incomplete entry {_HOLDS[partial[0]]} there, {_HOLDS[partial[1]]} here"
+        yield "entries", f"an incomplete entry {_HOLDS[partial[0]]} there, {_HOLDS[partial[1]]} here"
     axes = ({a.name: a for a in there.axes}, {a.name: a for a in here.axes})
     if axes[0].keys() != axes[1].keys():
-        yield f"axes ({', '.join(axes[0])}) there, ({', '.join(axes[1])}) here"
+        yield "parts", f"axes ({', '.join(axes[0])}) there, ({', '.join(axes[1])}) here"
         return
     for name, axis in axes[1].items():
         yield from _axes(axes[0][name], axis)
 
 
-def _axes(there: Axis, here: Axis) -> Iterator[str]:
+def _axes(there: Axis, here: Axis) -> Iterator[tuple[str, str]]:
     if there.live_size != here.live_size:
         unit = _PLURAL.get(here.name, here.name)
-        yield f"{there.live_size} {unit} there, {here.live_size} here"
+        called = "rank-shares" if here.name == "shard" else "sizes"
+        yield called, f"{there.live_size} {unit} there, {here.live_size} here"
 
 
 def _alike(there: Element, here: Element) -> str:
@@ -157,10 +169,11 @@ def _alike(there: Element, here: Element) -> str:
     return ", and equally many ranks" if there.opaque != here.opaque and there.bytes != here.bytes else ""
 
 
-def _elements(there: Element, here: Element) -> Iterator[str]:
+def _elements(there: Element, here: Element) -> Iterator[tuple[str, str]]:
     if there.opaque or here.opaque:
-        yield f"{there} there, {here} here; run the same backend with the same kernel block on both sides{_alike(there, here)}"
+        hint = f"run the same backend with the same kernel block on both sides{_alike(there, here)}"
+        yield "backends", f"{there} there, {here} here; {hint}"
     elif there.dtype != here.dtype:
-        yield f"{there} there, {here} here; cache dtypes must be equal on both sides"
+        yield "cache-dtype", f"{there} there, {here} here; cache dtypes must be equal on both sides"
     else:
-        yield f"scales {there.scales} there, {here.scales} here; the same bytes would mean different numbers"
+        yield "scales", f"scales {there.scales} there, {here.scales} here; the same bytes would mean different numbers"

@@ -402,8 +402,9 @@ def model_types() -> tuple[str, ...]:
     return tuple(sorted(_FAMILIES))
 
 
-def from_config(config: Mapping[str, object], name: str) -> ModelShape:
-    """The shape that a config.json describes; a multimodal config is read through its `text_config`."""
+def from_config(config: Mapping[str, object], name: str, dtype: str = "") -> ModelShape:
+    """The shape that a config.json describes; a multimodal config is read through its `text_config`. `dtype` is what an engine
+    is told to compute in, where that is not the config's."""
     if not isinstance(config, Mapping):
         raise ModelError(f"{name}: the config is a {type(config).__name__}; an object with keys is needed")
     outer = keys = Fields(config, name)
@@ -411,9 +412,9 @@ def from_config(config: Mapping[str, object], name: str) -> ModelShape:
     if outer.has("text_config"):
         keys, path = outer.section("text_config"), "language_model.model.layers"
     family = _family(keys, outer)
-    dtype = keys.dtype("torch_dtype", "dtype", default=outer.dtype("torch_dtype", "dtype", default="bfloat16"))
+    own = keys.dtype("torch_dtype", "dtype", default=outer.dtype("torch_dtype", "dtype", default="bfloat16"))
     given = {key: value for key, value in keys.values.items() if value is not None}
-    c = _Config(replace(keys, values={**_LEFT_OUT.get(family, {}), **given}), path, dtype)
+    c = _Config(replace(keys, values={**_LEFT_OUT.get(family, {}), **given}), path, dtype or own)
     layers = _FAMILIES[family](c)
     if not any(layers):
         raise ModelError(f"{name}: none of its {len(layers)} layers caches anything, so there is nothing to transfer")

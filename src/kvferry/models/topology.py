@@ -5,6 +5,7 @@ The only place that knows how pipeline stages share layers. Knows no transfer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -19,10 +20,14 @@ from kvferry.models.side import Side
 __all__ = ["Side", "block_tokens", "engine_groups", "legal", "manifests", "stages"]
 
 
-def stages(layers: int, pp: int) -> tuple[range, ...]:
-    """Layer indices per pipeline stage; a remainder goes one each to the stages before the last, from the back."""
+def stages(layers: int, pp: int, sizes: Sequence[int] = ()) -> tuple[range, ...]:
+    """Layer indices per pipeline stage: `sizes` of them, or a remainder goes one each to the stages before the last, from the
+    back."""
     share, rest = divmod(layers, pp)
-    sizes = [share + (pp - 1 - rest <= stage < pp - 1) for stage in range(pp)]
+    if not sizes:
+        sizes = [share + (pp - 1 - rest <= stage < pp - 1) for stage in range(pp)]
+    if len(sizes) != pp or sum(sizes) != layers:
+        raise UnshardableError(f"stages of {', '.join(map(str, sizes))} layers are not {pp} stages of {layers} layers in all")
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 
 
@@ -46,15 +51,21 @@ def legal(model: ModelShape, side: Side) -> str | None:
 
 
 def manifests(
-    model: ModelShape, side: Side, engine: str = "engine", incarnation: str = "0", blocks: int = 1024
+    model: ModelShape,
+    side: Side,
+    engine: str = "engine",
+    incarnation: str = "0",
+    blocks: int = 1024,
+    sizes: Sequence[int] = (),
 ) -> tuple[Manifest, ...]:
-    """The manifests of all ranks, stage by stage. Raises UnshardableError with the reason that `legal` gives."""
+    """The manifests of all ranks, stage by stage, of `sizes` layers if given. Raises UnshardableError with the reason that
+    `legal` gives."""
     reason = legal(model, side)
     if reason is not None:
         raise UnshardableError(f"{model.name} at {side}: {reason}")
     groups = engine_groups(model, side)
     found = []
-    for pp, indices in enumerate(stages(len(model.layers), side.pp)):
+    for pp, indices in enumerate(stages(len(model.layers), side.pp, sizes)):
         names = {spec.name for i in indices for spec in model.layers[i]}
         held = [replace(g, layers=tuple(spec for spec in g.layers if spec.name in names)) for g in groups]
         for tp in range(side.tp):

@@ -41,17 +41,18 @@ def zoo_names() -> tuple[str, ...]:
     return (*sorted(name.removesuffix(".json") for name in names if name.endswith(".json")), SYNTHETIC)
 
 
-def load_model(name_or_path: str | Path) -> ModelShape:
-    """A zoo model by its name in any case, or the shape that a config.json, or a directory that holds one, describes."""
+def load_model(name_or_path: str | Path, dtype: str = "") -> ModelShape:
+    """A zoo model by its name in any case, or the shape that a config.json, or a directory that holds one, describes; `dtype`
+    as in `from_config`."""
     name = str(name_or_path).lower()
     if name in zoo_names():
-        return _zoo_model(name)
+        return _zoo_model(name, dtype)
     path = Path(name_or_path)
     try:
         if path.is_dir():
             path = path / "config.json"
         if path.is_file():
-            return from_config(_read(path), path.resolve().parent.name if path.name == "config.json" else path.stem)
+            return from_config(_read(path), path.resolve().parent.name if path.name == "config.json" else path.stem, dtype)
     except (OSError, ValueError) as error:
         raise ModelError(f"{name_or_path}: cannot be read: {error}") from None
     if path.name == "config.json":
@@ -62,10 +63,10 @@ def load_model(name_or_path: str | Path) -> ModelShape:
 
 
 @lru_cache(maxsize=32)
-def _zoo_model(name: str) -> ModelShape:
+def _zoo_model(name: str, dtype: str = "") -> ModelShape:
     if name == SYNTHETIC:
         return _synthetic()
-    return from_config(json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8")), name)
+    return from_config(json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8")), name, dtype)
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -219,7 +219,9 @@ def missing(consumer: Manifest, layers: Iterable[Layer], fleet: Fleet) -> tuple[
                 for _, box in lacking:
                     cuts = [n for n, (mine, all_) in enumerate(zip(box, live, strict=True)) if mine != all_] or [0]
                     where = ", ".join(f"{shape.axes[n].name} [{box[n][0]}, {box[n][1]})" for n in cuts if box)
-                    found.append(Mismatch(f"{where or 'all of it'} is held by no producer rank", layer.name, part.name))
+                    found.append(
+                        Mismatch(f"{where or 'all of it'} is held by no producer rank", layer.name, part.name, "missing-ranks")
+                    )
     return tuple(found)
 
 

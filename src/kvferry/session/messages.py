@@ -29,11 +29,18 @@ MAX_LEASES: Final = 1 << 8
 
 
 class Card(Struct, frozen=True):
-    """One rank: what its caches hold, where its words lie, and how the transport reaches it (a bearer secret)."""
+    """One rank: what its caches hold, where its words lie, and how the transport reaches it (a bearer secret). `beacon` is what
+    stands at the last of the words; 0 where nothing is said of it."""
 
     caches: Manifest
     words: Manifest
     transport: Annotated[bytes, Meta(max_length=1 << 20)]
+    beacon: Annotated[int, Meta(le=0, ge=-(1 << 63))] = 0
+
+
+PRODUCER: Final = "producer"
+CONSUMER: Final = "consumer"
+BOTH: Final = "both"
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -45,11 +52,14 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
+    """`role` is what the engine is, one of those above; empty where it does not say. Newer engines may be something else."""
+
     engine: Name
     incarnation: Name
     lease_s: Annotated[float, Meta(gt=0)]
     cards: Annotated[tuple[Card, ...], Meta(min_length=1, max_length=4096)]
     version: int = SESSION_VERSION
+    role: Label = ""
 
 
 class Refusal(Struct, frozen=True, tag="refusal"):

@@ -29,6 +29,14 @@ _SIGNATURE: Final = b"\xff"
 _TRIED: Final = 4
 
 
+class SilentError(SessionError):
+    """Somebody listens, and does not answer: most often because of another key."""
+
+
+class RefusedError(SessionError):
+    """It answers, and refuses; an engine does while it is starting."""
+
+
 def ask(address: str, hello: Hello, key: Key | None, timeout_s: float, stop: threading.Event | None = None) -> Welcome:
     """A producer's welcome; raises SessionError with the reason if there is none, or once `stop` is set."""
     return ask_at(address, find(address, key, timeout_s, stop), hello, key, timeout_s, stop)
@@ -118,14 +126,14 @@ def _exchange(
                 raise SessionError(f"{address} has not answered, and this engine is closing")
             if time.monotonic() >= deadline:
                 hint = "has it another key, or none?" if key else "does it want a key (key_file)?"
-                raise SessionError(f"{address} does not answer within {timeout_s:g} s; {hint}")
+                raise SilentError(f"{address} does not answer within {timeout_s:g} s; {hint}")
         reply = unpack_reply(end.recv())
     except zmq.ZMQError as error:
         raise SessionError(f"{address}: {error}") from None
     finally:
         context.destroy(linger=0)
     if isinstance(reply, Refusal):
-        raise SessionError(f"{address} refuses: {plain(reply.reason)}")
+        raise RefusedError(f"{address} refuses: {plain(reply.reason)}")
     return reply
 
 

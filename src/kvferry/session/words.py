@@ -1,11 +1,14 @@
 """The generation words of one rank: registered memory in which a lease's number stands while its blocks may be read.
 
-The first half of the words are this rank's own leases, published for consumers to read; the second half, which nobody else is
-told of, is where it lands the words it reads from others. Both are declared by a manifest and read by a plan, like everything.
+The first half of the words are this rank's own leases, published for consumers to read, and behind them a beacon: a number
+that stands there from the start, for whoever wants to see that it is this memory that is read. It is negative, and so never a
+lease's. The second half, which nobody else is told of, is where the rank lands the words it reads from others. Both are
+declared by a manifest and read by a plan, like everything.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import numpy as np
@@ -25,7 +28,7 @@ from kvferry.manifest.schema import (
     StatePaged,
 )
 from kvferry.plan import Plan, make_plan
-from kvferry.session.reference import Lease
+from kvferry.session.reference import MAX_GENERATION, Lease
 from kvferry.transport import Storage
 
 WORD = 8
@@ -40,8 +43,10 @@ class Words:
 
     def __init__(self, slots: int, identity: Identity, memory: npt.NDArray[np.uint8] | None = None) -> None:
         self.slots = slots
-        self._words: Column = np.zeros(2 * slots, np.int64) if memory is None else memory.view(np.int64)
-        self._own, self._landed = self._words[:slots], self._words[slots:]
+        self._words: Column = np.zeros(2 * slots + 1, np.int64) if memory is None else memory.view(np.int64)
+        self._own, self._landed = self._words[: slots + 1], self._words[slots + 1 :]
+        self.beacon = -1 - secrets.randbelow(MAX_GENERATION)
+        self._own[slots] = self.beacon
         self._alive = 0
         self._watcher: Callable[[], None] | None = None
         alone = Identity(identity.engine, identity.incarnation, "words", Rank())
@@ -50,7 +55,7 @@ class Words:
 
     @staticmethod
     def size(slots: int) -> int:
-        return 2 * slots * WORD
+        return (2 * slots + 1) * WORD
 
     @property
     def storage(self) -> Storage:

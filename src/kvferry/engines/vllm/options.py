@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from kvferry.errors import SessionError
+from kvferry.findings import Finding
 from kvferry.session.key import Key, is_loopback, read_key, split_address
 from kvferry.transport import NixlOptions
 
 Seconds = Annotated[float, Meta(gt=0)]
 
 
+STOCK_OPTIONS: Final = {
+    "backends": "it is NixlConnector's; name one with backend",
+    "num_threads": "it is NixlConnector's; here it is posting_threads",
+    "kv_lease_duration": "it is NixlConnector's; here it is lease_s",
+    "engine_ttl": "it is NixlConnector's; leave it out, since a producer that ends is noticed and let go of",
+    "enforce_handshake_compat": "it is NixlConnector's; leave it out, since what matters is compared by name",
+    "bidirectional_kv_xfer": "it is NixlConnector's; leave it out, and make engines that prefill and decode kv_both",
+    "decoder_kv_blocks_ttl": "it is NixlConnector's; here it is lease_s, on the engine that is read from",
+    "kv_recompute_threshold": "it is NixlConnector's; leave it out: the router decides which prompts cross",
+    "push_registration_timeout": "it is NixlConnector's; leave it out, since nothing is pushed",
+}
+"""What becomes of the options of vLLM's own connector."""
+
+
 class Options(Struct, frozen=True, forbid_unknown_fields=True):
     """Every field has a default that works on one machine.
 
     `listen`: where this engine answers consumers, host:port; port 0 takes a free one, any other is offset by the data-parallel
-    index. `advertise`: the host that references name, where it is not the one listened on. `key_file`: the cluster's shared
-    key; needed for everything beyond this machine. `peers`: producers to meet at start, so that one that cannot be read is
+    index. A consumer answers there too, for whoever checks a fleet, if it is given a port. `advertise`: the host that
+    references name, where it is not the one listened on. `key_file`: the cluster's shared key; needed for everything beyond
+    this machine. `peers`: producers to meet at start, so that one that cannot be read is
     refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent, `lease_most_s` for one that is not.
     `greeting_s`: how long a producer may take to answer. `weights`: what the model's weights are called, where a digest of the
     checkpoint does not do. `read_s`: how long a read may go without progress. `strategies`: how caches may be read: `mapped`,
@@ -69,6 +85,10 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     def key(self) -> Key | None:
         return read_key(self.key_file) if self.key_file else None
 
+    def answers(self, produces: bool) -> bool:
+        """Whether anybody is answered: producers always are, a consumer only where it is told to."""
+        return produces or split_address(self.listen)[1] > 0
+
     def listening(self, data_parallel_index: int) -> str:
         """Where this one of several data-parallel engines listens."""
         host, port = split_address(self.listen)
@@ -88,24 +108,36 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_options(extra: Mapping[str, Any]) -> Options:
     """Raises SessionError naming the option that is wrong, with the nearest one there is."""
+    for found in option_troubles(extra):
+        raise SessionError(str(found))
+    return msgspec.convert(dict(extra), Options)
+
+
+def option_troubles(extra: Mapping[str, Any]) -> Iterator[Finding]:
+    """Everything that is wrong with the options; what is behind a value that cannot be read is not looked at."""
     names = Options.__struct_fields__
+    known = {name: value for name, value in extra.items() if name in names}
     for name in extra:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-            raise SessionError(f"kv_connector_extra_config has no option {name!r}; {hint}")
+            seen = f"kv_connector_extra_config has no option {name!r}"
+            yield Finding("unknown-option", seen, STOCK_OPTIONS.get(name, hint))
     try:
-        options = msgspec.convert(dict(extra), Options)
-    except msgspec.ValidationError as error:
-        raise SessionError(f"kv_connector_extra_config: {error}") from None
-    said = [("listen on", split_address(options.listen)[0])]
-    said += [("advertise", options.advertise)] if options.advertise else []
-    said += [("peers with", split_address(peer)[0]) for peer in options.peers]
+        options = msgspec.convert(known, Options)
+        said = [("listen on", split_address(options.listen)[0])]
+        said += [("advertise", options.advertise)] if options.advertise else []
+        said += [("peers with", split_address(peer)[0]) for peer in options.peers]
+    except (msgspec.ValidationError, SessionError) as error:
+        yield Finding("option-value", f"kv_connector_extra_config: {error}", _VALUES)
+        return
     for option, host in said:
         if not options.key_file and not is_loopback(host):
-            raise SessionError(
-                f"{option} {host} needs a key: set key_file to a file that all sides hold, or stay on this machine (127.0.0.1)"
-            )
+            cure = "set key_file to a file that all sides hold, or stay on this machine (127.0.0.1)"
+            yield Finding("key-needed", f"{option} {host} needs a key", cure)
     if options.lease_most_s < options.lease_s:
-        raise SessionError(f"lease_most_s {options.lease_most_s:g} is less than lease_s {options.lease_s:g}; raise it")
-    return options
+        seen = f"lease_most_s {options.lease_most_s:g} is less than lease_s {options.lease_s:g}"
+        yield Finding("lease-times", seen, "raise it")
+
+
+_VALUES: Final = "give it a value of that kind; the table of options in docs/vllm.md has them all"

@@ -56,6 +56,7 @@ from kvferry.session import (
     seek,
     to_params,
 )
+from kvferry.session.messages import BOTH, CONSUMER, PRODUCER
 
 logger = logging.getLogger("kvferry.vllm")
 
@@ -137,7 +138,9 @@ class SchedulerHalf:
         self._producer = Producer(self._incarnation, kv_cache_config.num_blocks, options.lease_s, options.lease_most_s)
         self._listener: Listener | None = None
         self._address = ""
-        if transfer.is_kv_producer:
+        self._produces: bool = transfer.is_kv_producer
+        self._role = (BOTH if transfer.is_kv_consumer else PRODUCER) if self._produces else CONSUMER
+        if options.answers(self._produces):
             index = getattr(config.parallel_config, "data_parallel_index", 0)
             self._listener = Listener(options.listening(index), self._key, self._producer.stands)
             self._address = options.advertised(self._listener.port)
@@ -175,9 +178,10 @@ class SchedulerHalf:
                 )
         self._cards = tuple(self._stamped(found.card) for _, found in sorted(cards.items()))
         if self._listener is not None:
-            welcome = Welcome(self._engine, self._incarnation, self._options.lease_s, self._cards)
+            welcome = Welcome(self._engine, self._incarnation, self._options.lease_s, self._cards, role=self._role)
             self._listener.welcome(welcome, self._find)
-            logger.info("%s answers consumers at %s", self._engine, self._address)
+            asking = "consumers" if self._produces else "whoever checks it"
+            logger.info("%s answers %s at %s", self._engine, asking, self._address)
         if self._courier is None:
             return
         for address in self._options.peers:
@@ -228,7 +232,7 @@ class SchedulerHalf:
 
     def _arrive_prefill(self, request: Any) -> None:
         """N-1 tokens and one step, for every model: the consumer computes the last token itself."""
-        if self._listener is None:
+        if not self._produces:
             logger.warning("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
             return
         request.max_tokens = 1

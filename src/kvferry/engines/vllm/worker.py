@@ -66,7 +66,7 @@ class WorkerHalf:
         )
         name = f"{engine}.{self._rank.ordinal}"
         wharf = Wharf(name, manifest, self._options, self._kv_cache_config.num_blocks, identity)
-        self._card = Card(manifest, wharf.words.manifest, wharf.transport.metadata())
+        self._card = Card(manifest, wharf.words.manifest, wharf.transport.metadata(), wharf.words.beacon)
         self._wharf, self._words = wharf, wharf.words
         filler = wharf.filler(kv_caches)
         ferry = self._ferry = Ferry(wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended)

@@ -1,0 +1,213 @@
+"""The manifests that an engine would publish, from a model's configuration and the engine's flags, without running it.
+
+What vLLM chooses by itself is taken to be its default: the backend, its blocks, the cache's layout. Caches of backends that are
+not certified become opaque cells here as they do in the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvferry.check.flags import Flags
+from kvferry.engines.vllm.layouts import Grid, certified
+from kvferry.errors import ModelError
+from kvferry.findings import Finding
+from kvferry.manifest import Manifest
+from kvferry.manifest.kinds import Attention, Entries, LatentAttention, LayerKind, Layout, OpaqueCells
+from kvferry.manifest.pool import LayerSpec
+from kvferry.manifest.schema import DTYPE_BYTES
+from kvferry.models import ModelShape, Side, legal, load_model, manifests, zoo_names
+
+RELEASE: Final = "0.32.0"
+"""Of vLLM, which the connector is for."""
+BLOCKS: Final = 64
+DTYPES: Final = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+FORMATS: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+LAYOUTS: Final = {"HND": "LBHNC", "NHD": "LBNHC"}
+BACKENDS: Final = {
+    ("cuda", False): "FLASH_ATTN",
+    ("cuda", True): "FLASHMLA",
+    ("cpu", False): "CPU_ATTN",
+    ("cpu", True): "CPU_MLA",
+}
+BLOCK: Final = {("cuda", False): 16, ("cuda", True): 64, ("cpu", False): 128, ("cpu", True): 16}
+ISAS: Final = ("vec", "vec16", "amx", "")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A side of a model as flags describe it, with what cannot be."""
+
+    model: ModelShape
+    side: Side
+    stages: tuple[int, ...]
+    shaped: ModelShape
+    backend: str
+    form: str
+    troubles: tuple[Finding, ...] = ()
+
+    def __str__(self) -> str:
+        stages = f",PP{self.side.pp}" if self.side.pp > 1 else ""
+        return f"TP{self.side.tp}{stages}, blocks of {self.side.layout.block}"
+
+    def manifests(self, name: str, blocks: int = BLOCKS) -> tuple[Manifest, ...]:
+        """Identity is the model's own, whatever the flags make of its caches."""
+        found = manifests(self.shaped, self.side, name, "offline", blocks, self.stages)
+        return tuple(
+            msgspec.structs.replace(m, identity=msgspec.structs.replace(m.identity, model=self.model.fingerprint))
+            for m in found
+        )
+
+
+def find_model(name: str, flags: Flags | None = None) -> ModelShape:
+    """A config.json, a folder with one, a model of the zoo, also under its name on a hub (`org/Name-Instruct`); in the dtype
+    that flags ask for."""
+    dtype = _dtype(flags.word("dtype")) if flags is not None else ""
+    try:
+        return load_model(name, dtype)
+    except ModelError:
+        short = name.rstrip("/").rpartition("/")[2].lower()
+        if Path(name).exists() or not short:
+            raise
+        near = [known for known in zoo_names() if short.startswith(known)]
+        if not near:
+            raise
+        return load_model(max(near, key=len), dtype)
+
+
+def engine_of(flags: Flags, device: str, name: str) -> Engine:
+    """What the flags make of a model; a size that no engine could run is a trouble."""
+    model, asked = find_model(name), find_model(name, flags)
+    latent = any(isinstance(kind, LatentAttention) for kind in model.kinds)
+    backend = _backend(flags) or BACKENDS[device, latent]
+    order = _order(flags, device, latent)
+    block = flags.number("block_size", BLOCK[device, latent])
+    layout = Layout(
+        block=block,
+        kv="transposed" if device == "cpu" else "packed",
+        order="token" if "NH" in order else "head",
+        conv="ds" if flags.environment.get("VLLM_SSM_CONV_STATE_LAYOUT") == "DS" else "sd",
+        spec=_speculative(flags),
+        pool="block" if order.startswith("B") else "layer",
+        overlay=not flags.switch("disable_hybrid_kv_cache_manager"),
+    )
+    side = Side(flags.number("tensor_parallel_size"), flags.number("pipeline_parallel_size"), layout)
+    stages = _stages(flags)
+    shaped = replace(
+        model, layers=tuple(tuple(_spec(spec, flags, backend, order, side) for spec in held) for held in asked.layers)
+    )
+    form = flags.word("kv_cache_dtype", "auto")
+    form = flags.word("dtype", "auto") if form == "auto" else FORMATS.get(form, form)
+    return Engine(model, side, stages, shaped, backend, form, tuple(_troubles(model, side, stages)))
+
+
+def _troubles(model: ModelShape, side: Side, stages: tuple[int, ...]) -> list[Finding]:
+    reason = legal(model, side)
+    out = []
+    if reason is not None and "use hma=on" in reason:
+        seen = reason.partition("; use")[0]
+        out.append(Finding("hybrid-manager", seen, "start the engine without --disable-hybrid-kv-cache-manager"))
+    elif reason is not None and side.pp > len(model.layers):
+        out.append(Finding("pipeline-size", reason, "give fewer --pipeline-parallel-size"))
+    elif reason is not None:
+        out.append(Finding("tensor-size", reason, "choose a --tensor-parallel-size that divides"))
+    if stages and (len(stages) != side.pp or sum(stages) != len(model.layers)):
+        said = ", ".join(map(str, stages))
+        seen = f"VLLM_PP_LAYER_PARTITION={said} is not {side.pp} stages of {len(model.layers)} layers in all"
+        out.append(
+            Finding("stages", seen, "give as many numbers as --pipeline-parallel-size, which make all layers, or unset it")
+        )
+    return out
+
+
+def _backend(flags: Flags) -> str:
+    within = flags.values.get("attention_config")
+    said = within.get("backend", "") if isinstance(within, dict) else ""
+    return str(flags.word("attention_backend") or said or flags.environment.get("VLLM_ATTENTION_BACKEND", "")).upper()
+
+
+def _order(flags: Flags, device: str, latent: bool) -> str:
+    """The operator's environment comes first, as it does in vLLM."""
+    usual = "BLHNC" if device == "cuda" else "LBNHC" if latent else "LBHNC"
+    said = flags.environment.get("VLLM_KV_CACHE_LAYOUT") or str(flags.options.get("cache_layout", ""))
+    return LAYOUTS.get(said, said) or usual
+
+
+def _speculative(flags: Flags) -> int:
+    said = flags.values.get("speculative_config")
+    count = said.get("num_speculative_tokens", 0) if isinstance(said, dict) else 0
+    return count if isinstance(count, int) and 0 <= count <= 64 else 0
+
+
+def _stages(flags: Flags) -> tuple[int, ...]:
+    said = flags.environment.get("VLLM_PP_LAYER_PARTITION", "")
+    words = said.split(",") if said and flags.number("pipeline_parallel_size") > 1 else []
+    return tuple(int(word) for word in words if word.strip().isdigit())
+
+
+def _spec(spec: LayerSpec, flags: Flags, backend: str, order: str, side: Side) -> LayerSpec:
+    return replace(spec, kind=_kept(_numbers(spec.kind, flags), flags, backend, order, side))
+
+
+def _numbers(kind: LayerKind, flags: Flags) -> LayerKind:
+    """A state's kind with the dtypes that flags ask for; a state that has no dtype of its own has its convolution's."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {}
+    if kind.paging == "state":
+        own, ssm = _dtype(flags.word("mamba_cache_dtype")), _dtype(flags.word("mamba_ssm_cache_dtype"))
+        if own and "dtype" in names:
+            changes["dtype"] = own
+        follows = getattr(kind, "ssm_dtype", "") == getattr(kind, "dtype", "")
+        if "ssm_dtype" in names and (ssm or (own and follows)):
+            changes["ssm_dtype"] = ssm or own
+    return replace(kind, **changes) if changes else kind  # type: ignore[type-var]
+
+
+def _dtype(word: str) -> str:
+    found = DTYPES.get(word, word)
+    return found if found in DTYPE_BYTES else ""
+
+
+def _kept(kind: LayerKind, flags: Flags, backend: str, order: str, side: Side) -> LayerKind:
+    """The kind as the backend keeps it: by its parts where that is certified, else in cells."""
+    form = flags.word("kv_cache_dtype", "auto")
+    asked = "" if form == "auto" else FORMATS.get(form, _dtype(form) or "opaque")
+    if isinstance(kind, Attention):
+        number = asked or kind.dtype
+        width = kind.dim + (kind.v_dim or kind.dim)
+        if (
+            number != "opaque"
+            and kind.v_dim in (0, kind.dim)
+            and _certified(backend, number, form, order, side.layout.block, width)
+        ):
+            return replace(kind, dtype=number)
+        tag = f"vllm {_minor()} {backend} {number if number != 'opaque' else form}"
+        size = width * DTYPE_BYTES.get(number, 1)
+        if side.layout.order == "head":
+            return OpaqueCells(tag, size, kind.heads, kind.reach)
+        heads = max(1, kind.heads // side.tp)
+        return OpaqueCells(f"{tag} of {heads} heads", size * heads, 0, kind.reach)
+    if isinstance(kind, LatentAttention):
+        number = asked or kind.dtype
+        width = kind.latent + kind.rope
+        if number != "opaque" and _certified(backend, number, form, order, side.layout.block, width):
+            return replace(kind, dtype=number)
+        tag = f"vllm {_minor()} {backend} {number if number != 'opaque' else form}"
+        return OpaqueCells(tag, width * DTYPE_BYTES.get(number, 1), 0, kind.reach)
+    if isinstance(kind, Entries) and not kind.block and kind.tokens_per_entry == 1:
+        return OpaqueCells(f"vllm {_minor()} {kind.part}", kind.width + sum(size for _, size in kind.planes), 0, kind.reach)
+    return kind
+
+
+def _minor() -> str:
+    return RELEASE.rpartition(".")[0]
+
+
+def _certified(backend: str, number: str, form: str, order: str, block: int, width: int) -> bool:
+    named = {"float8_e4m3fn": "fp8_e4m3"}.get(number, number)
+    grid = Grid(block, width, width)
+    return any(certified(RELEASE, backend, isa, named, order, grid) is not None for isa in ISAS)
