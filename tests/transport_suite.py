@@ -15,6 +15,9 @@ from kvferry.manifest import Attention, GroupSpec, Identity, LayerSpec, Layout, 
 from kvferry.models import Side, load_model, manifests
 from kvferry.plan import Binder, Fleet, Plan, Request, make_plans
 from kvferry.strategy import HostMover, Mapped, Strategies
+from kvferry.strategy.cost import Way, usual
+from kvferry.strategy.scattered import Scattered, Settings
+from kvferry.strategy.staging import host_staging
 from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, Read, State, Transport
 from transport_peer import PATIENCE_S, Buffers, PeerProcess, Rank, allocated, at_addresses, filled
 
@@ -165,6 +168,7 @@ class NixlWharf:
     """Producers in a process of their own; `ucx` chooses how the two meet."""
 
     maps = False
+    budget = 0
     path = "shared memory"
     merges = True
 
@@ -175,7 +179,7 @@ class NixlWharf:
 
     def producers(self, manifests: Sequence[Manifest], seed: int) -> tuple[list[list[int]], list[bytes]]:
         options = NixlOptions(ucx=self._ucx, progress_thread=False)
-        opened = self.peer.ask("open", manifests, seed, options, self.maps)
+        opened = self.peer.ask("open", manifests, seed, options, self.maps, self.budget)
         return [addresses for addresses, _ in opened], [metadata for _, metadata in opened]
 
     def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> Transport:
@@ -235,6 +239,32 @@ class MappedWharf(NixlWharf):
         for transport in self._mapping:
             transport.close()
         super().close()
+
+
+class ScatteredWharf(NixlWharf):
+    """Producers in a process of their own that gather, or are covered: every read but those of words goes one way."""
+
+    budget = 1 << 18
+    way: Way = "packed"
+
+    def __init__(self, peer: PeerProcess, ucx: dict[str, str] | None = None) -> None:
+        super().__init__(peer, ucx)
+        self.staging: list[Scattered] = []
+
+    def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> Transport:
+        settings = Settings((self.way,), usual("shared memory"), timeout_s=timeout_s)
+        self.staging.append(Scattered(super().consumer(window, timeout_s), host_staging(self.budget), HostMover(), settings))
+        return self.staging[-1]
+
+    def close(self) -> None:
+        for transport in self.staging:
+            if not transport.closed:
+                transport.close()
+        super().close()
+
+
+class StagedWharf(ScatteredWharf):
+    way: Way = "staged"
 
 
 def crossing(wharf: Wharf, case: Case) -> Crossing:
