@@ -156,10 +156,10 @@ def copied(copying: Copying, runs: int, moved: int) -> float:
     return copying.launch_s + runs * copying.run_s + moved * copying.byte_s
 
 
-def packed_s(load: Through, rates: Rates, slot: int, slots: int) -> float:
-    """Pieces fill slots; the slowest of the three stages is what every further piece takes. A ring that is smaller than the
-    load is waited for once each time around."""
-    pieces = max(1, -(-load.staged // slot))
+def packed_s(load: Through, rates: Rates, piece: int, slots: int) -> float:
+    """The slowest of the three stages is what every further piece takes. A ring that is smaller than the load is waited for
+    once each time around."""
+    pieces = max(1, -(-load.staged // piece))
     share = 1 / pieces
     wire, gathering, scattering = rates.wire, rates.gathering, rates.scattering
     stages = (
@@ -171,8 +171,8 @@ def packed_s(load: Through, rates: Rates, slot: int, slots: int) -> float:
     return wire.answer_s * (1 + around) + 3 * wire.round_s + sum(stages) + (pieces - 1) * max(stages)
 
 
-def staged_s(load: Through, rates: Rates, slot: int) -> float:
-    pieces = max(1, -(-load.staged // slot))
+def staged_s(load: Through, rates: Rates, piece: int) -> float:
+    pieces = max(1, -(-load.staged // piece))
     wire, scattering = rates.wire, rates.scattering
     stages = (
         (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,

@@ -35,6 +35,14 @@ TIMEOUT_S: Final = 30.0
 AGAIN_S: Final = 2.0
 """After so long without an answer a producer is told once more what to gather, and by which plan: it may have forgotten it."""
 _TRIES: Final = 4
+_SHORTEST: Final = 1 << 19
+_SEVERAL: Final = 4
+
+
+def piece_bytes(staged: int, most: int) -> int:
+    """How long the pieces of a load are: so that a few follow each other, since they overlap, but not of next to nothing, since
+    each is asked for, read and checked by itself. A slot holds `most`."""
+    return min(most, max(_SHORTEST, -(-staged // _SEVERAL)))
 
 
 class _Stage(Enum):
@@ -102,6 +110,7 @@ class DetouredRead:
     pieces: Pieces
     began: float
     moved_at: float
+    room: int
     notification: bytes = b""
     flights: list[_Flight] = field(default_factory=list)
     ended: float = 0.0
@@ -212,8 +221,12 @@ class Landing:
         now = self._clock()
         own = {part.key for part in detoured.detour.parts}
         counts = {key: len(found.src_block) for key, found in tiles.items() if key in own}
-        read = DetouredRead(detoured, tiles, Pieces(detoured.detour.parts, counts), now, now, notification)
-        read.size = sum(part.bytes * counts.get(part.key, 0) for part in detoured.detour.parts)
+        parts = detoured.detour.parts
+        most = self._staging.slot if detoured.source is None else self.room(detoured.source.offer)
+        least = 2 * max((part.size for part in parts), default=0)
+        room = min(most, max(least, piece_bytes(sum(part.size * counts.get(part.key, 0) for part in parts), most)))
+        read = DetouredRead(detoured, tiles, Pieces(parts, counts), now, now, room, notification)
+        read.size = sum(part.bytes * counts.get(part.key, 0) for part in parts)
         self._running.add(read)
         self.poll(read)
         read.posting_s = self._clock() - now
@@ -309,11 +322,11 @@ class Landing:
         if detoured.source is None:
             if detoured.wire is None:
                 raise TransportError(f"peer {read.peer}: {detoured.way} was not prepared")
-            piece = read.pieces.take(slot * self._staging.slot, self._staging.slot)
+            piece = read.pieces.take(slot * self._staging.slot, read.room)
             flight = _Flight(piece, slot, _Stage.READING)
             flight.read = self._wire.read(detoured.wire, tiles_there(piece, detoured.detour.parts, read.tiles))
         else:
-            piece = read.pieces.take(0, self.room(detoured.source.offer))
+            piece = read.pieces.take(0, read.room)
             flight = _Flight(piece, slot, _Stage.ASKED)
             self._ask(read, flight, detoured.source)
         read.flights.append(flight)

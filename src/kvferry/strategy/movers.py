@@ -24,9 +24,9 @@ from kvferry.strategy.shared import Memory, OpenedBytes, SharedBytes
 from kvferry.strided import Ints
 from kvferry.transport import Storage
 
-_LONG: Final = 1 << 12
-_AT_ONCE: Final = 1 << 16
-"""Runs that are copied by one call: what it lays aside meanwhile stays in a processor's cache."""
+_LONG: Final = 1 << 15
+_AT_ONCE: Final = 1 << 18
+"""Bytes that are copied by one call: what it lays aside meanwhile stays in a processor's cache."""
 _NUMBERS: Final[dict[int, np.dtype[Any]]] = {
     1: np.dtype("u1"),
     2: np.dtype("u2"),
@@ -174,8 +174,9 @@ def _copy(src: Ints, dst: Ints, size: int, unit: int) -> None:
             ctypes.memmove(target, source, size)
         return
     kind: np.dtype[Any] = _NUMBERS.get(size, np.dtype((np.void, size)))
-    for at in range(0, len(src), _AT_ONCE):
-        few = slice(at, at + _AT_ONCE)
+    step = _AT_ONCE // size
+    for at in range(0, len(src), step):
+        few = slice(at, at + step)
         theirs, there = _elements(src[few], kind, unit)
         ours, here = _elements(dst[few], kind, unit)
         ours[here] = theirs[there]

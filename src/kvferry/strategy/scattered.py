@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-from msgspec import Struct
 
 from kvferry.errors import DecodeError, TransportError
 from kvferry.manifest.codec import encode
@@ -28,27 +27,19 @@ from kvferry.plan.schema import Side
 from kvferry.strategy import cost
 from kvferry.strategy.cost import Copying, Counter, Rates, Way, Wire
 from kvferry.strategy.gathering import MARK, SLOT_S, Gathering, digest_of
-from kvferry.strategy.landing import TIMEOUT_S, Detoured, DetouredRead, Landing, Source
+from kvferry.strategy.landing import TIMEOUT_S, Detoured, DetouredRead, Landing, Source, piece_bytes
 from kvferry.strategy.movers import Mover
-from kvferry.strategy.probing import probed
+from kvferry.strategy.probing import copying_of, probed
 from kvferry.strategy.staging import Boards, Offer, Staging
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport
-from kvferry.transport.metadata import Metadata, decode_metadata, encode_metadata, this_host
+from kvferry.transport.metadata import encode_metadata, open_metadata
 
 logger = logging.getLogger("kvferry.strategy")
 
-CARRIER: Final = "staging"
 _WORDS: Final = 64
 """A plan whose tiles hold no more bytes than this reads words, which are to be read where they stand."""
 _PARTS: Final = 8
 """Tiles that are larger than this part of a slot are cut, so that little of a slot is left over."""
-
-
-class _Known(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the transport below reaches a peer, and its ring, if it gathers."""
-
-    wire: bytes
-    offer: Offer | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,19 +73,20 @@ class ScatteredPrepared:
         for way, found in self.detours.items():
             load = cost.through(found.detour, tiles)
             if way == "packed":
-                out[way] = cost.packed_s(load, self.rates, slot, slots)
+                out[way] = cost.packed_s(load, self.rates, piece_bytes(load.staged, slot), slots)
             else:
-                out[way] = cost.staged_s(load, self.rates, slot)
+                out[way] = cost.staged_s(load, self.rates, piece_bytes(load.staged, slot))
         return out
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`ways`: those that are allowed; one alone is forced. `rates`: of every path, instead of what is measured."""
+    """`ways`: those that are allowed; one alone is forced. `rates` of every path, `copying` at this end: instead of what is
+    measured."""
 
     ways: tuple[Way, ...] = ("packed", "staged", "direct")
     rates: Rates | None = None
-    copying: Copying = cost.HOST
+    copying: Copying | None = None
     timeout_s: float = TIMEOUT_S
     slot_s: float = SLOT_S
 
@@ -117,6 +109,9 @@ class Scattered:
         self.gathering = Gathering(staging, boards, mover, self._storages, self._settings.slot_s, clock)
         self.landing = Landing(wire, staging, boards, mover, self._settings.timeout_s, clock)
         self._wire.register([staging.storage, boards.storage])
+        self._copying = self._settings.copying or cost.HOST
+        if self._settings.copying is None and self._settings.rates is None and self._settings.ways != ("direct",):
+            self._copying = copying_of(mover, staging.landing)
         self._keep = boards
         self._offers: dict[str, _Connection] = {}
         self._sources: dict[str, Source] = {}
@@ -140,22 +135,22 @@ class Scattered:
         self._storages += storages
 
     def metadata(self) -> bytes:
-        known = _Known(self._wire.metadata(), self.gathering.offer)
-        return encode_metadata(Metadata(CARRIER, self.name, this_host(), (), msgspec.msgpack.encode(known)))
+        """The transport's own, and the ring: an end without staging reads it all the same."""
+        own = open_metadata(self._wire.metadata())
+        return encode_metadata(msgspec.structs.replace(own, more=msgspec.msgpack.encode(self.gathering.offer)))
 
     def connect(self, metadata: bytes) -> str:
-        found = decode_metadata(metadata, CARRIER)
+        found = open_metadata(metadata)
         before = self._offers.get(found.name)
         if before is not None and before.digest != found.digest:
             raise TransportError(f"peer {found.name} is connected with other metadata; forget it, then connect again")
         try:
-            known = msgspec.msgpack.decode(found.blob, type=_Known)
+            offer = msgspec.msgpack.decode(found.more, type=Offer) if found.more else None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-            raise TransportError(f"peer {found.name} does not say how it is read ({error}); fetch its metadata again") from None
-        if (name := self._wire.connect(known.wire)) != found.name:
-            raise TransportError(f"peer {found.name} sends metadata of {name}; fetch its own")
+            raise TransportError(f"peer {found.name} does not say how it gathers ({error}); fetch its metadata again") from None
+        name = self._wire.connect(metadata)
         if before is None:
-            self._offers[name] = _Connection(found.digest, known.offer)
+            self._offers[name] = _Connection(found.digest, offer)
         return name
 
     def prepare(self, plan: Plan, source: int, peer: str) -> Prepared:
@@ -235,7 +230,7 @@ class Scattered:
         if self._settings.rates is not None:
             return self._settings.rates
         if peer not in self._rates:
-            copying = self._settings.copying
+            copying = self._copying
             try:
                 wire, path = self._probed(peer)
             except TransportError as error:

@@ -85,7 +85,8 @@ def sized(budget: int) -> tuple[int, int]:
 
 def host_staging(budget: int = BUDGET) -> Staging:
     slot, slots = sized(budget)
-    memory = np.zeros(2 * slot * slots + PAGE, np.uint8)
+    memory = np.empty(2 * slot * slots + PAGE, np.uint8)
+    memory.fill(0)  # Pages that nobody has touched yet would cost the first loads more than their bytes.
     address = int(memory.ctypes.data)
     return Staging(Storage(address + -address % PAGE, 2 * slot * slots), slot, slots, memory)
 
@@ -140,7 +141,7 @@ def ring_plan(offer: Offer, landing: Storage) -> Plan:
     """Pages of a producer's ring into pages of the ring to land in."""
     there = Region("ring", offer.slot * offer.slots, offer.ring, offer.memory, offer.device)
     here = Region("landing", landing.length, landing.address, landing.memory, landing.device)
-    return _paged(there, here, PAGE, (PAGE, there.length // PAGE), (PAGE, here.length // PAGE))
+    return paged(there, here, PAGE, (PAGE, there.length // PAGE), (PAGE, here.length // PAGE))
 
 
 def pages(offer: Offer, slot: int, own_slot: int, own: int, length: int) -> dict[tuple[int, int], Tiles]:
@@ -153,7 +154,7 @@ def pages(offer: Offer, slot: int, own_slot: int, own: int, length: int) -> dict
 def board_plan(offer: Offer, notes: Region) -> Plan:
     """A producer's whole board into one of the notes, which are the blocks here."""
     length = offer.slots * _WORD
-    return _paged(Region("board", length, offer.board), notes, length, (length, 1), (_NOTE, _NOTES))
+    return paged(Region("board", length, offer.board), notes, length, (length, 1), (_NOTE, _NOTES))
 
 
 def noting(note: int) -> dict[tuple[int, int], Tiles]:
@@ -161,7 +162,7 @@ def noting(note: int) -> dict[tuple[int, int], Tiles]:
     return {(0, 0): Tiles(zero, zero, at, zero)}
 
 
-def _paged(there: Region, here: Region, length: int, src: tuple[int, int], dst: tuple[int, int]) -> Plan:
+def paged(there: Region, here: Region, length: int, src: tuple[int, int], dst: tuple[int, int]) -> Plan:
     """Runs of `length` bytes between blocks that lie so far apart, and are so many, on either side."""
     sides = [
         Side(Identity("staging", "1", "staging"), (region,), (Group(0, StatePaged(), blocks, hashed=False),))
