@@ -56,7 +56,9 @@ class WorkerHalf:
         self._card = Card(manifest, wharf.words.manifest, wharf.transport.metadata())
         self._wharf, self._words = wharf, wharf.words
         filler = wharf.filler(kv_caches)
-        self._ferry = Ferry(wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended)
+        self._ferry = Ferry(
+            wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended, hurried=lambda: wharf.hurried
+        )
         self._ferry.start()
 
     @property
