@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.plan import Binder, Request
+from kvferry.strategy.scattered import Scattered
 from kvferry.transport import State, Transport
 from transport_peer import PeerProcess
 from transport_suite import (
@@ -31,6 +32,7 @@ from transport_suite import (
     heard_so_far,
     model_case,
     start,
+    turned_case,
     until,
 )
 
@@ -98,6 +100,12 @@ def reader(wharf: Wharf, made: Crossing, **options: float) -> Transport:
     return out
 
 
+def assert_forced(wharf: Wharf, transport: Transport) -> None:
+    """A strategy that cannot be had is replaced by descriptors, which would be right too."""
+    if isinstance(wharf, ScatteredWharf) and isinstance(transport, Scattered):
+        assert set(transport.carried) == {wharf.way}
+
+
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 def test_every_layer_kind_arrives_byte_for_byte(wharf, prefill, decode):
     made = crossing(wharf, model_case("synthetic-12", prefill, decode))
@@ -108,6 +116,16 @@ def test_every_layer_kind_arrives_byte_for_byte(wharf, prefill, decode):
     moved = sum(Binder(plan).bind(made.case.request).bytes for plan in made.plans)
     assert sum(transport.telemetry(read).bytes for read in reads) == moved
     assert all(transport.release(read) for read in reads)
+    assert_forced(wharf, transport)
+
+
+def test_tiles_whose_bytes_lie_between_each_other_arrive(wharf):
+    made = crossing(wharf, turned_case())
+    transport = reader(wharf, made)
+    read = start(transport, made, made.plans[0], 0)
+    assert finish(transport, read) is State.DONE
+    assert made.differing() == 0
+    assert_forced(wharf, transport)
 
 
 def test_the_notification_arrives_once_and_after_the_bytes(wharf):

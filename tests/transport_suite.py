@@ -58,6 +58,16 @@ def dense_case(layers: int = 3, blocks: int = 16, scattered: bool = False, heads
     return Case([one], [other], Request(taken * 16, {0: src}, {0: list(range(blocks - taken, blocks))}))
 
 
+def turned_case() -> Case:
+    """A producer's K by dimension and then by token, in blocks of which a consumer's are a part."""
+    kind = Attention(2, 8)
+    sides = []
+    for name, layout, blocks in (("P", Layout(block=64, kv="transposed"), 6), ("D", Layout(block=16), 24)):
+        groups = (GroupSpec(0, (LayerSpec("layers.0.attn", kind),), layout.block),)
+        sides.append(build_manifest(Identity(name, "1", "m"), groups, layout, blocks))
+    return Case([sides[0]], [sides[1]], Request(200, {0: [4, 1, 5, 2]}, {0: list(range(22, 9, -1))}))
+
+
 @dataclass
 class Crossing:
     """A case whose memory exists and whose producers can be reached: where it lies, and what must be there in the end."""

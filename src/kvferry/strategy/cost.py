@@ -114,6 +114,10 @@ class Counter:
         """Of one tile of every grain together."""
         return sum(size for size, _, _ in self._grains.values())
 
+    @property
+    def tile_runs(self) -> int:
+        return sum(runs for _, runs, _ in self._grains.values())
+
     def count(self, tiles: Mapping[Key, Tiles]) -> Counts:
         moved = runs = 0
         mine = {key: tiles[key] for key in self._grains if key in tiles}

@@ -36,8 +36,8 @@ from kvferry.transport.metadata import encode_metadata, open_metadata
 
 logger = logging.getLogger("kvferry.strategy")
 
-_WORDS: Final = 64
-"""A plan whose tiles hold no more bytes than this reads words, which are to be read where they stand."""
+_WORD: Final = 8
+"""A plan that reads a single run of no more bytes than this reads words, which are to be read where they stand."""
 _PARTS: Final = 8
 """Tiles that are larger than this part of a slot are cut, so that little of a slot is left over."""
 
@@ -157,7 +157,7 @@ class Scattered:
         """Every way that is allowed and possible. Reads of words are the transport's own."""
         self._connected(peer)
         counter = Counter(plan, source)
-        if counter.tile_bytes <= _WORDS or self._settings.ways == ("direct",):
+        if (counter.tile_runs == 1 and counter.tile_bytes <= _WORD) or self._settings.ways == ("direct",):
             return self._wire.prepare(plan, source, peer)
         direct: Prepared | None = None
         reason = "it is forced"

@@ -15,10 +15,10 @@ def refuse_unserved(config: Any, device: str) -> None:
     """Raises with the first of them and what to do; `device` is the kind of device that the caches lie on."""
     refuse_context_parallel(config)
     transfer = config.kv_transfer_config
-    if transfer.kv_buffer_device != device:
+    if transfer.kv_buffer_device not in (device, "cpu"):
         raise SessionError(
-            f"kv_buffer_device is {transfer.kv_buffer_device!r}, but nothing is buffered: caches are read and written where "
-            f"they are, on {device!r}; leave it out"
+            f"kv_buffer_device is {transfer.kv_buffer_device!r}, but caches are read and written, and staged, where they are, "
+            f"on {device!r}; leave it out"
         )
     if transfer.enable_permute_local_kv:
         raise SessionError(
