@@ -50,9 +50,9 @@ def carried(
         piece = pieces.take(start, room)
         assert start == piece.start < piece.stop <= start + room
         into = ways[0].bind(tiles_there(piece, detour.parts, tiles))
-        MOVER.start(ways[0].pieces, into)
+        MOVER.start(MOVER.prepare(ways[0]), into)
         out = ways[1].bind(tiles_here(piece, detour.parts, tiles))
-        moved += MOVER.start(ways[1].pieces, out).moved
+        moved += MOVER.start(MOVER.prepare(ways[1]), out).moved
         number += 1
     low, high = staging.start + start, staging.start + start + room
     assert np.array_equal(staging.whole[:low], before[:low])

@@ -3,9 +3,10 @@ for every strategy over the same memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -14,8 +15,9 @@ from msgspec import Struct
 
 from kvferry.bench.agents import load_nixl
 from kvferry.bench.case import MemoryKind, size_of
-from kvferry.bench.child import child
+from kvferry.bench.child import Child, child
 from kvferry.bench.memory import Memory, allocate, pattern
+from kvferry.bench.scatters import SCATTERS
 from kvferry.errors import BenchError, KVFerryError
 from kvferry.strategy import HostMover, Mapped, Mover, SharedBytes, Strategies
 from kvferry.strategy.cost import Way
@@ -26,16 +28,18 @@ from kvferry.transport.nixl import NixlOptions, NixlTransport
 
 _START_S = 180.0
 _IDLE_S = 0.0002
+AUTO: Final = "auto"
 
 
-@dataclass(frozen=True)
-class Staged:
-    """What the producer's process holds; `hosted`: it has a second ring, in host memory."""
+class Ask(Struct, frozen=True):
+    """Which way for bytes to be scattered the producer's process is to hold, in how many layers and how long."""
 
-    case: Any
+    scatter: str
+    layers: int
+    tokens: int
     memory: MemoryKind
     budget: int
-    hosted: bool
+    ucx: dict[str, str] = {}
 
 
 class RankEntry(Struct, frozen=True):
@@ -89,11 +93,14 @@ def movers(held: Held, kind: MemoryKind) -> tuple[HostMover, Mover]:
     host = HostMover()
     if held.shared is not None:
         host.share(held.shared)
-    if kind == "dram":
-        return host, host
+    return host, host if kind == "dram" else _device_mover()
+
+
+@cache
+def _device_mover() -> Mover:
     from kvferry.strategy.cuda import CudaMover
 
-    return host, CudaMover(0)
+    return CudaMover(0)
 
 
 def staging_of(kind: MemoryKind, budget: int, on_host: bool) -> Staging:
@@ -107,17 +114,17 @@ def staging_of(kind: MemoryKind, budget: int, on_host: bool) -> Staging:
 @dataclass(frozen=True)
 class End:
     transport: Transport
-    staging: Staging | None
+    scattered: Scattered
 
     def close(self) -> None:
         self.transport.close()
 
 
-def consumer_end(way: str, held: Held, kind: MemoryKind, budget: int) -> End:
-    """An end that reads one way alone."""
+def consumer_end(way: str, held: Held, kind: MemoryKind, budget: int, ucx: Mapping[str, str] | None = None) -> End:
+    """An end that reads one way alone, or one that would choose."""
     host, mover = movers(held, kind)
     staging = staging_of(kind, budget, way == "packed (host)")
-    wire = NixlTransport(f"decode {way}", NixlOptions(progress_thread=False))
+    wire = NixlTransport(f"decode {way}", NixlOptions(progress_thread=False, ucx=ucx or {}))
     inner = Scattered(wire, staging, mover, Settings(_WAYS[way]))
     if way == "mapped":
         found = [host] if host is mover else [host, mover]
@@ -125,7 +132,7 @@ def consumer_end(way: str, held: Held, kind: MemoryKind, budget: int) -> End:
     else:
         out = Strategies(inner)
     out.register([held.memory.storage])
-    return End(out, staging)
+    return End(out, inner)
 
 
 _WAYS: Final[dict[str, tuple[Way, ...]]] = {
@@ -134,46 +141,64 @@ _WAYS: Final[dict[str, tuple[Way, ...]]] = {
     "packed": ("packed",),
     "packed (host)": ("packed",),
     "staged": ("staged",),
-    "auto": ("packed", "staged", "direct"),
+    AUTO: ("packed", "staged", "direct"),
 }
 
 
-@contextmanager
-def holder(ask: Staged) -> Iterator[Ready]:
-    with child("the producer's process", _hold, ask) as found:
-        ready = msgspec.msgpack.decode(found.receive(_START_S), type=Ready)
+@dataclass(frozen=True)
+class Holder:
+    """The producer's process, which holds one case at a time."""
+
+    child: Child
+
+    def hold(self, ask: Ask) -> Ready:
+        self.child.send(msgspec.msgpack.encode(ask))
+        ready = msgspec.msgpack.decode(self.child.receive(_START_S), type=Ready)
         if ready.error:
-            raise BenchError(f"{found.name}: {ready.error}")
-        yield ready
+            raise BenchError(f"{self.child.name}: {ready.error}")
+        return ready
+
+
+@contextmanager
+def holder() -> Iterator[Holder]:
+    with child("the producer's process", _hold) as found:
+        yield Holder(found)
         found.send(b"")
 
 
-def _hold(parent: Connection, ask: Staged) -> None:
+def _hold(parent: Connection) -> None:
+    ranks: list[_Rank] = []
     try:
         load_nixl()
-        ranks = [_Rank(rank, size_of(m), ask) for rank, m in enumerate(ask.case.producers)]
-    except KVFerryError as error:
-        parent.send_bytes(msgspec.msgpack.encode(Ready(error=str(error))))
-        return
-    parent.send_bytes(msgspec.msgpack.encode(Ready(tuple(rank.entry() for rank in ranks))))
-    ends = [end for rank in ranks for end in rank.ends]
-    try:
-        while not parent.poll(0 if any(inner.hurried for rank in ranks for inner in rank.inner) else _IDLE_S):
-            for end in ends:
-                end.notifications()
+        while True:
+            rest = 0 if any(inner.hurried for rank in ranks for inner in rank.inner) else _IDLE_S
+            if not parent.poll(rest if ranks else None):
+                for rank in ranks:
+                    rank.turn()
+                continue
+            data = parent.recv_bytes()
+            for rank in ranks:
+                rank.close()
+            ranks = []
+            if not data:
+                return
+            try:
+                ask = msgspec.msgpack.decode(data, type=Ask)
+                scatter = replace(next(s for s in SCATTERS if s.name == ask.scatter), layers=ask.layers)
+                ranks = [_Rank(rank, size_of(m), ask) for rank, m in enumerate(scatter.case(ask.tokens).producers)]
+            except KVFerryError as error:
+                parent.send_bytes(msgspec.msgpack.encode(Ready(error=str(error))))
+            else:
+                parent.send_bytes(msgspec.msgpack.encode(Ready(tuple(rank.entry() for rank in ranks))))
     except (EOFError, ConnectionResetError):
-        return
-    for end in ends:
-        end.close()
-    for rank in ranks:
-        if rank.held.shared is not None:
-            rank.held.shared.close()
+        for rank in ranks:
+            rank.close()
 
 
 class _Rank:
     """A source rank's memory, and an end for each ring."""
 
-    def __init__(self, rank: int, length: int, ask: Staged) -> None:
+    def __init__(self, rank: int, length: int, ask: Ask) -> None:
         self.held = memory_of(length, ask.memory, shared=True)
         self.held.memory.write(pattern(rank, length))
         host, mover = movers(self.held, ask.memory)
@@ -182,14 +207,25 @@ class _Rank:
             host.share(self.alive)
         self.inner: list[Scattered] = []
         self.ends: list[Strategies] = []
-        for on_host in (False, True) if ask.hosted else (False,):
-            wire = NixlTransport(f"prefill-{rank}-{int(on_host)}", NixlOptions(progress_thread=False))
+        for on_host in (False, True) if ask.memory == "vram" else (False,):
+            wire = NixlTransport(f"prefill-{rank}-{int(on_host)}", NixlOptions(progress_thread=False, ucx=ask.ucx))
             self.inner.append(Scattered(wire, staging_of(ask.memory, ask.budget, on_host), mover))
             end = Strategies(self.inner[-1], Mapped([host] if host is mover else [host, mover]))
             end.register([self.held.memory.storage])
             if self.alive is not None:
                 end.register([Storage(self.alive.address, self.alive.length)])
             self.ends.append(end)
+
+    def turn(self) -> None:
+        for end in self.ends:
+            end.notifications()
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+        for shared in (self.held.shared, self.alive):
+            if shared is not None:
+                shared.close()
 
     def entry(self) -> RankEntry:
         words = [end.metadata() for end in self.ends]

@@ -1,7 +1,7 @@
 """What a load would cost by each way, in seconds, from few numbers of the path and of the memory at its ends.
 
     direct    a round, every descriptor, the bytes on the wire
-    packed    an answer; then gather, wire and scatter beside each other, piece by piece
+    packed    an answer; then gather, wire (a round for the bytes, one for the word) and scatter beside each other, by pieces
     staged    every covering stretch, its bytes on the wire; the scatter of what is in them beside it
     mapped    one launch, every run, the bytes
 
@@ -168,21 +168,21 @@ def packed_s(load: Through, rates: Rates, piece: int, slots: int) -> float:
     wire, gathering, scattering = rates.wire, rates.gathering, rates.scattering
     stages = (
         copied(gathering, 0, 0) + share * (load.gathered * gathering.run_s + load.bytes * gathering.byte_s),
-        wire.descriptor_s + share * load.staged * wire.byte_s,
+        2 * wire.round_s + wire.descriptor_s + share * load.staged * wire.byte_s,
         copied(scattering, 0, 0) + share * (load.scattered * scattering.run_s + load.bytes * scattering.byte_s),
     )
     around = (pieces - 1) // slots
-    return wire.answer_s * (1 + around) + 3 * wire.round_s + sum(stages) + (pieces - 1) * max(stages)
+    return wire.answer_s * (1 + around) + wire.round_s + sum(stages) + (pieces - 1) * max(stages)
 
 
 def staged_s(load: Through, rates: Rates, piece: int) -> float:
     pieces = max(1, -(-load.staged // piece))
     wire, scattering = rates.wire, rates.scattering
     stages = (
-        (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
+        wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
         scattering.launch_s + (load.scattered * scattering.run_s + load.bytes * scattering.byte_s) / pieces,
     )
-    return wire.round_s + sum(stages) + (pieces - 1) * max(stages)
+    return sum(stages) + (pieces - 1) * max(stages)
 
 
 def best(found: Mapping[Way, float]) -> Way:

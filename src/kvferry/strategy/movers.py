@@ -27,6 +27,7 @@ from kvferry.transport import Storage
 _LONG: Final = 1 << 15
 _AT_ONCE: Final = 1 << 18
 """Bytes that are copied by one call: what it lays aside meanwhile stays in a processor's cache."""
+_ITEMS: Final = 1 << 16
 _NUMBERS: Final[dict[int, np.dtype[Any]]] = {
     1: np.dtype("u1"),
     2: np.dtype("u2"),
@@ -121,12 +122,13 @@ class HostMover:
         return _Window(OpenedBytes(name, nonce, whole), offset)
 
     def prepare(self, moves: Moves) -> Ints:
-        return moves.pieces
+        """The pieces column by column, since that is how they are looked at."""
+        return np.ascontiguousarray(moves.pieces.T)
 
     def start(self, prepared: Ints, bound: Bound) -> Ticket:
         moved = 0
         for unit, src, dst, length in _items(prepared, bound):
-            sizes = np.unique(length).tolist()
+            sizes = [int(length[0])] if (length == length[0]).all() else np.unique(length).tolist()
             for size in sizes:
                 of = slice(None) if len(sizes) == 1 else length == size
                 theirs, ours = src[of].reshape(-1), dst[of].reshape(-1)
@@ -157,14 +159,19 @@ class _Window:
         self.opened.close()
 
 
-def _items(pieces: Ints, bound: Bound) -> Iterator[tuple[int, Ints, Ints, Ints]]:
-    """Unit, source and destination of every piece at every tile, and lengths of the pieces, in the words of the tables."""
+def _items(columns: Ints, bound: Bound) -> Iterator[tuple[int, Ints, Ints, Ints]]:
+    """Unit, source and destination of every piece at every tile, and lengths of the pieces, in the words of the tables; some
+    pieces at a time."""
     for launch in bound.launches:
         jobs = bound.table[launch.at : launch.at + launch.jobs * FIELDS].reshape(-1, FIELDS)
         for first, count, tiles, places, _ in jobs.tolist():
-            src, dst, elements, theirs, ours = pieces[first : first + count].T
-            lanes = bound.table[places : places + (int(ours.max()) + 1) * tiles].reshape(-1, tiles)
-            yield launch.form.unit, src[:, None] + lanes[theirs], dst[:, None] + lanes[ours], elements * launch.form.width
+            lanes = 1 + int(columns[4, first : first + count].max())
+            place = bound.table[places : places + lanes * tiles].reshape(-1, tiles)
+            step = max(1, _ITEMS // tiles)
+            for at in range(first, first + count, step):
+                src, dst, elements, theirs, ours = columns[:, at : min(at + step, first + count)]
+                there, here = (place[0], place[1]) if lanes == 2 else (place[theirs], place[ours])
+                yield launch.form.unit, src[:, None] + there, dst[:, None] + here, elements * launch.form.width
 
 
 def _copy(src: Ints, dst: Ints, size: int, unit: int) -> None:
@@ -187,7 +194,7 @@ def _elements(address: Ints, kind: np.dtype[Any], unit: int) -> tuple[npt.NDArra
     low = int(address.min())
     length = int(address.max()) - low + kind.itemsize
     count = (length - kind.itemsize) // unit + 1
-    return np.ndarray(count, kind, _at(low, length), strides=(unit,)), (address - low) // unit
+    return np.ndarray(count, kind, _at(low, length), strides=(unit,)), (address - low) >> (unit.bit_length() - 1)
 
 
 def _at(address: int, length: int) -> Memory:
