@@ -29,7 +29,7 @@ def svg(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
-        '<text x="12" y="42" fill="#555555">milliseconds; white: best of its row, dark: 30 times as long; framed: chosen</text>',
+        '<text x="12" y="42" fill="#555555">milliseconds; white: best of its row, dark: 30 times longer; framed: chosen</text>',
     ]
     for i, name in enumerate(columns):
         x = _LEFT + _WIDE * i + _WIDE / 2

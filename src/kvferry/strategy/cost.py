@@ -153,7 +153,9 @@ def direct_s(load: Counts, rates: Rates) -> float:
 
 
 def mapped_s(load: Counts, rates: Rates) -> float:
-    return copied(rates.scattering, load.runs, load.bytes)
+    """The copies cross the path, and are no faster than it is."""
+    copying = rates.scattering
+    return copied(copying, load.runs, 0) + load.bytes * max(copying.byte_s, rates.wire.byte_s)
 
 
 def copied(copying: Copying, runs: int, moved: int) -> float:
