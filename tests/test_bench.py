@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.bench import bind, handshake, measure, page, transfer
+from kvferry.bench import bind, handshake, measure, page, strategies, transfer
 from kvferry.bench.case import Case, placed
 from kvferry.bench.child import child
 from kvferry.bench.machine import this_machine
 from kvferry.bench.memory import pattern
 from kvferry.bench.plot import Bar, svg
+from kvferry.bench.scatters import SCATTERS, cells
 from kvferry.bench.stock import RefusedError, Stock, refuse
 from kvferry.cli import app
 from kvferry.errors import BenchError
@@ -280,3 +281,61 @@ def test_bad_arguments_are_one_clear_message_and_exit_code_2(words):
     assert done.returncode == 2, done.stdout
     assert "Traceback" not in done.stderr
     assert done.stderr.strip()
+
+
+def test_every_strategy_moves_every_scatter_byte_by_byte(nixl):
+    """Through less staging than most of them take."""
+    few = [(replace(scatter, layers=min(scatter.layers, 2)), tokens) for scatter, tokens in cells([100])]
+    found = strategies.run(few, repeats=1, budget=1 << 18)
+    assert [cell.scatter for cell in found if not cell.right] == []
+    assert {cell.scatter for cell in found} == {scatter.name for scatter in SCATTERS}
+    for cell in found:
+        assert set(strategies.HOST_WAYS) - set(cell.seconds) <= {"direct"}
+        assert set(cell.foretold) == {"direct", "packed", "staged"}
+        assert cell.seconds[cell.chosen] / cell.regret == pytest.approx(cell.best)
+    assert f"of {len(found)} cells" in strategies.verdict(found)
+
+
+def test_strategies_are_shown_kept_and_drawn(nixl, tmp_path):
+    words = ["bench", "strategies", "--tokens", "64", "--only", "token-major", "--repeats", "1", "--staging-bytes", "1048576"]
+    kept = CliRunner().invoke(app, [*words, "--json"])
+    assert kept.exit_code == 0, kept.output
+    (tmp_path / "kept.json").write_text(kept.stdout)
+    drawn = tmp_path / "heat.svg"
+    shown = kvferry("bench", "strategies", "--add", str(tmp_path / "kept.json"), "--plot", str(drawn))
+    assert shown.returncode == 0, shown.stderr
+    for word in ("token-major", "packed", "staged", "right", "the choice is within"):
+        assert word in shown.stdout
+    assert len(ET.parse(drawn).getroot().findall("{http://www.w3.org/2000/svg}rect")) == 1 + len(strategies.HOST_WAYS)
+
+
+def test_what_paths_cost_is_measured_and_plans_are_judged_by_it(nixl, tmp_path):
+    done = kvferry("bench", "calibrate", "--staging-bytes", "4194304", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {rates["path"] for rates in found["rates"].values()} == {"shared memory", "TCP"}
+    assert all(number > 0 for rates in found["rates"].values() for number in rates["wire"].values())
+    (tmp_path / "rates.json").write_text(done.stdout)
+    plan = kvferry(
+        "plan", "--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2", "--rates", str(tmp_path / "rates.json")
+    )
+    assert plan.returncode == 0, plan.stderr
+    assert "TCP, over TCP alone" in plan.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("strategies", "--only", "nothing"), "there is none of that name"),
+        (("strategies", "--tokens", "many"), "--tokens many: give numbers"),
+        (("strategies", "--memory", "tape"), "--memory tape: choose dram or vram"),
+        (("strategies", "--repeats", "0"), "--repeats 0: give a number"),
+        (("strategies", "--staging-bytes", "5"), "--staging-bytes 5: give a number"),
+        (("strategies", "--add", "missing.json"), "--add missing.json: not what"),
+        (("calibrate", "--memory", "tape"), "--memory tape: choose dram or vram"),
+    ],
+)
+def test_wrong_words_about_strategies_are_one_message(words, said):
+    done = kvferry("bench", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr

@@ -95,7 +95,7 @@ SEEDS = [
     Seed("lease-times", "raise it", command(P, **extra(lease_s=60, lease_most_s=30)), command(D)),
     Seed("key-needed", "set key_file", command(P, **extra(listen="10.0.0.7:7600")), command(D)),
     Seed("context-parallel", "leave --decode-context-parallel-size out", command(P), command(D, "-dcp", "2", "-tp", "2")),
-    Seed("buffer-device", "leave it out", command(P, kv_buffer_device="cpu"), command(D)),
+    Seed("buffer-device", "leave it out", command(P, kv_buffer_device="xpu"), command(D)),
     Seed("permute-local-kv", "leave it out", command(P), command(D, enable_permute_local_kv=True)),
     Seed("kv-port", "listen in kv_connector_extra_config", command(P, kv_port=7600), command(D)),
     Seed("sleep-mode", "without --enable-sleep-mode", command(P), command(D, "--enable-sleep-mode")),

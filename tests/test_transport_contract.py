@@ -1,4 +1,4 @@
-"""The contract, held by all that carry: NIXL and mapped memory between two real processes, plain memory inside one."""
+"""The contract, held by all that carry: NIXL, mapped memory and staging between two real processes, plain memory inside one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.plan import Binder, Request
+from kvferry.strategy.scattered import Scattered
 from kvferry.transport import State, Transport
 from transport_peer import PeerProcess
 from transport_suite import (
@@ -22,6 +23,8 @@ from transport_suite import (
     InProcessWharf,
     MappedWharf,
     NixlWharf,
+    ScatteredWharf,
+    StagedWharf,
     Wharf,
     crossing,
     dense_case,
@@ -29,6 +32,7 @@ from transport_suite import (
     heard_so_far,
     model_case,
     start,
+    turned_case,
     until,
 )
 
@@ -56,11 +60,24 @@ def process() -> Iterator[PeerProcess]:
     peer.close()
 
 
-@pytest.fixture(params=["in-process", "nixl", "mapped"])
+BETWEEN = {"nixl": NixlWharf, "mapped": MappedWharf, "packed": ScatteredWharf, "staged": StagedWharf}
+
+
+@pytest.fixture(params=["in-process", *BETWEEN])
 def wharf(request: pytest.FixtureRequest) -> Iterator[Wharf]:
+    yield from opened(request)
+
+
+@pytest.fixture(params=["in-process", "nixl", "mapped"])
+def counted(request: pytest.FixtureRequest) -> Iterator[Wharf]:
+    """A wharf whose runs are the plan's."""
+    yield from opened(request)
+
+
+def opened(request: pytest.FixtureRequest) -> Iterator[Wharf]:
     made: Wharf = InProcessWharf()
     if request.param != "in-process":
-        made = {"nixl": NixlWharf, "mapped": MappedWharf}[request.param](request.getfixturevalue("process"))
+        made = BETWEEN[request.param](request.getfixturevalue("process"))
     yield made
     made.close()
 
@@ -83,6 +100,12 @@ def reader(wharf: Wharf, made: Crossing, **options: float) -> Transport:
     return out
 
 
+def assert_forced(wharf: Wharf, transport: Transport) -> None:
+    """A strategy that cannot be had is replaced by descriptors, which would be right too."""
+    if isinstance(wharf, ScatteredWharf) and isinstance(transport, Scattered):
+        assert set(transport.carried) == {wharf.way}
+
+
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 def test_every_layer_kind_arrives_byte_for_byte(wharf, prefill, decode):
     made = crossing(wharf, model_case("synthetic-12", prefill, decode))
@@ -93,6 +116,16 @@ def test_every_layer_kind_arrives_byte_for_byte(wharf, prefill, decode):
     moved = sum(Binder(plan).bind(made.case.request).bytes for plan in made.plans)
     assert sum(transport.telemetry(read).bytes for read in reads) == moved
     assert all(transport.release(read) for read in reads)
+    assert_forced(wharf, transport)
+
+
+def test_tiles_whose_bytes_lie_between_each_other_arrive(wharf):
+    made = crossing(wharf, turned_case())
+    transport = reader(wharf, made)
+    read = start(transport, made, made.plans[0], 0)
+    assert finish(transport, read) is State.DONE
+    assert made.differing() == 0
+    assert_forced(wharf, transport)
 
 
 def test_the_notification_arrives_once_and_after_the_bytes(wharf):
@@ -133,29 +166,29 @@ def test_both_ends_can_notify_without_a_read(wharf):
     assert [message for _, message in heard] == [b"ahoy yourself"]
 
 
-def test_consecutive_blocks_of_whole_pages_become_one_run_per_region(wharf):
-    made = crossing(wharf, dense_case(layers=3))
-    transport = reader(wharf, made)
+def test_consecutive_blocks_of_whole_pages_become_one_run_per_region(counted):
+    made = crossing(counted, dense_case(layers=3))
+    transport = reader(counted, made)
     read = start(transport, made, made.plans[0], 0)
     assert finish(transport, read) is State.DONE
-    assert transport.telemetry(read).runs == (3 if wharf.merges else 3 * 8)
+    assert transport.telemetry(read).runs == (3 if counted.merges else 3 * 8)
 
 
-def test_descending_blocks_of_whole_pages_become_one_run_per_region(wharf):
+def test_descending_blocks_of_whole_pages_become_one_run_per_region(counted):
     """As vLLM hands out blocks that it was given back."""
     case = dense_case(layers=3)
     down = list(range(16))[::-1]
-    made = crossing(wharf, replace(case, request=Request(16 * 16, {0: down}, {0: down})))
-    transport = reader(wharf, made)
+    made = crossing(counted, replace(case, request=Request(16 * 16, {0: down}, {0: down})))
+    transport = reader(counted, made)
     read = start(transport, made, made.plans[0], 0)
     assert finish(transport, read) is State.DONE
-    assert transport.telemetry(read).runs == (3 if wharf.merges else 3 * 16)
+    assert transport.telemetry(read).runs == (3 if counted.merges else 3 * 16)
     assert made.differing() == 0
 
 
-def test_scattered_blocks_are_a_run_each(wharf):
-    made = crossing(wharf, dense_case(layers=3, blocks=16, scattered=True))
-    transport = reader(wharf, made)
+def test_scattered_blocks_are_a_run_each(counted):
+    made = crossing(counted, dense_case(layers=3, blocks=16, scattered=True))
+    transport = reader(counted, made)
     read = start(transport, made, made.plans[0], 0)
     assert finish(transport, read) is State.DONE
     assert transport.telemetry(read).runs == 3 * 8

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from kvferry.manifest import Manifest
 from kvferry.strategy import HostMover, Mapped, SharedBytes, Strategies
+from kvferry.strategy.scattered import Scattered
+from kvferry.strategy.staging import host_staging
 from kvferry.transport import NixlOptions, NixlTransport, Storage, Transport
 
 Buffers = list[npt.NDArray[np.uint8]]
@@ -72,7 +74,7 @@ class _Server:
         self.told: list[tuple[str, str, bytes]] = []
 
     def open(
-        self, manifests: Sequence[Manifest], seed: int, options: NixlOptions, mapped: bool = False
+        self, manifests: Sequence[Manifest], seed: int, options: NixlOptions, mapped: bool = False, budget: int = 0
     ) -> list[tuple[list[int], bytes]]:
         out = []
         for i, rank in enumerate(allocated(manifests, seed)):
@@ -83,6 +85,8 @@ class _Server:
                 mover.share(memory)
                 self.memories.append(memory)
                 transport = Strategies(transport, Mapped([mover]))
+            elif budget:
+                transport = Scattered(transport, host_staging(budget), HostMover())
             transport.register(rank.storages)
             self.held.append((rank, transport))
             out.append(([b.ctypes.data for b in rank.buffers], transport.metadata()))

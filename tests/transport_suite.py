@@ -15,6 +15,9 @@ from kvferry.manifest import Attention, GroupSpec, Identity, LayerSpec, Layout, 
 from kvferry.models import Side, load_model, manifests
 from kvferry.plan import Binder, Fleet, Plan, Request, make_plans
 from kvferry.strategy import HostMover, Mapped, Strategies
+from kvferry.strategy.cost import Way, usual
+from kvferry.strategy.scattered import Scattered, Settings
+from kvferry.strategy.staging import host_staging
 from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, Read, State, Transport
 from transport_peer import PATIENCE_S, Buffers, PeerProcess, Rank, allocated, at_addresses, filled
 
@@ -53,6 +56,16 @@ def dense_case(layers: int = 3, blocks: int = 16, scattered: bool = False, heads
     taken = blocks // 2
     src = list(range(0, blocks, 2)) if scattered else list(range(1, 1 + taken))
     return Case([one], [other], Request(taken * 16, {0: src}, {0: list(range(blocks - taken, blocks))}))
+
+
+def turned_case() -> Case:
+    """A producer's K by dimension and then by token, in blocks of which a consumer's are a part."""
+    kind = Attention(2, 8)
+    sides = []
+    for name, layout, blocks in (("P", Layout(block=64, kv="transposed"), 6), ("D", Layout(block=16), 24)):
+        groups = (GroupSpec(0, (LayerSpec("layers.0.attn", kind),), layout.block),)
+        sides.append(build_manifest(Identity(name, "1", "m"), groups, layout, blocks))
+    return Case([sides[0]], [sides[1]], Request(200, {0: [4, 1, 5, 2]}, {0: list(range(22, 9, -1))}))
 
 
 @dataclass
@@ -165,6 +178,7 @@ class NixlWharf:
     """Producers in a process of their own; `ucx` chooses how the two meet."""
 
     maps = False
+    budget = 0
     path = "shared memory"
     merges = True
 
@@ -175,7 +189,7 @@ class NixlWharf:
 
     def producers(self, manifests: Sequence[Manifest], seed: int) -> tuple[list[list[int]], list[bytes]]:
         options = NixlOptions(ucx=self._ucx, progress_thread=False)
-        opened = self.peer.ask("open", manifests, seed, options, self.maps)
+        opened = self.peer.ask("open", manifests, seed, options, self.maps, self.budget)
         return [addresses for addresses, _ in opened], [metadata for _, metadata in opened]
 
     def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> Transport:
@@ -235,6 +249,32 @@ class MappedWharf(NixlWharf):
         for transport in self._mapping:
             transport.close()
         super().close()
+
+
+class ScatteredWharf(NixlWharf):
+    """Producers in a process of their own that gather, or are covered: every read but those of words goes one way."""
+
+    budget = 1 << 18
+    way: Way = "packed"
+
+    def __init__(self, peer: PeerProcess, ucx: dict[str, str] | None = None) -> None:
+        super().__init__(peer, ucx)
+        self.staging: list[Scattered] = []
+
+    def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> Transport:
+        settings = Settings((self.way,), usual("shared memory"), timeout_s=timeout_s)
+        self.staging.append(Scattered(super().consumer(window, timeout_s), host_staging(self.budget), HostMover(), settings))
+        return self.staging[-1]
+
+    def close(self) -> None:
+        for transport in self.staging:
+            if not transport.closed:
+                transport.close()
+        super().close()
+
+
+class StagedWharf(ScatteredWharf):
+    way: Way = "staged"
 
 
 def crossing(wharf: Wharf, case: Case) -> Crossing:

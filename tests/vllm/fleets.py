@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from crossing.checkpoints import checkpoint
+from crossing.checkpoints import Checkpoint, checkpoint
 from crossing.engine import Engine
 from kvferry.fleet.connectors import Connector
 from kvferry.fleet.legs import AT_ONCE, Answer, Prompt, ask_all, prompt
@@ -26,8 +26,8 @@ TWO_STAGES = {"pp": 2}
 
 @dataclass(frozen=True)
 class Fleet:
-    """`engines` by a letter, as changes to the default engine; `pairs` as the letters of P and D. `in_flight`: how many
-    requests at once."""
+    """`engines` by a letter, as changes to the default engine, `settings` among them being our connector's; `pairs` as the
+    letters of P and D. `in_flight`: how many requests at once."""
 
     name: str
     model: str
@@ -73,6 +73,12 @@ def blocks(model: str) -> Fleet:
     return Fleet(f"{model}-blocks", model, {"A": ALONE, "G": {"block": 64}}, ("AG", "GA"))
 
 
+def staging(model: str) -> Fleet:
+    """Every strategy that goes by staging forced, through less of it than a prompt takes."""
+    packed, staged = ({"settings": {"strategies": [way], "staging_bytes": 1 << 18}} for way in ("packed", "staged"))
+    return Fleet(f"{model}-staging", model, {"A": packed, "C": {**TWO_RANKS, **packed}, "S": staged}, ("AC", "CA", "CS"), FEW)
+
+
 FLEETS = {
     it.name: it
     for it in (
@@ -86,6 +92,7 @@ FLEETS = {
         lopsided("nemotron-h", (5, 1)),
         blocks("llama"),
         blocks("gemma3"),
+        staging("nemotron-h"),
     )
 }
 
@@ -109,12 +116,19 @@ class Harbour:
         self._stack.close()
 
 
+def _engine(made: Checkpoint, connector: Connector, settings: Mapping[str, Any] | None = None, **changes: Any) -> Engine:
+    ours = (
+        replace(connector, settings={**connector.settings, **settings}) if settings and connector.name == "ours" else connector
+    )
+    return Engine(made, ours, **changes)
+
+
 @contextmanager
 def running(fleet: Fleet, connector: Connector, zygote: Zygote, cache: Path) -> Iterator[Running]:
     """An engine that did not come up is missed only by the pairs that need it."""
     made = checkpoint(fleet.model, cache)
     prompts = tuple(prompt(n) for n in fleet.lengths)
-    engines = {letter: Engine(made, connector, **changes) for letter, changes in fleet.engines.items()}
+    engines = {letter: _engine(made, connector, **changes) for letter, changes in fleet.engines.items()}
     with servers(zygote, {**engines, "plain": Engine(made)}, or_refused=True) as up:
         plain = up.pop("plain")
         reference = tuple(ask_all(plain.wait(), prompts))

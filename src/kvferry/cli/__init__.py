@@ -1,5 +1,5 @@
 """The command line: `check` and `doctor` look at engines and the machine before they serve, `plan` and `explain` show a
-transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo` carries requests, `up` serves, `bench` measures."""
+transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo` carries requests, `up` serves, `bench` times."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from kvferry.bench.memory import device_name
 from kvferry.bench.plot import svg
 from kvferry.cli.output import show, show_json
 from kvferry.cli.serve import serve_command
+from kvferry.cli.strategies import calibrate_command, strategies_command
 from kvferry.errors import BenchError
 
 bench_app = typer.Typer(
@@ -31,6 +32,8 @@ bench_app = typer.Typer(
 )
 
 bench_app.command("serve")(serve_command)
+bench_app.command("strategies")(strategies_command)
+bench_app.command("calibrate")(calibrate_command)
 
 MAX_BLOCKS = 10_000_000
 MAX_REPEATS = 10_000

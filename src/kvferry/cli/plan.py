@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -17,6 +18,8 @@ from kvferry.explain.request import example_request, sized_manifests
 from kvferry.models import ModelShape, Side, load_model
 from kvferry.plan import Binder, Binding, Fleet, Plan, Request, Route, make_plans, routes
 from kvferry.plan.explain import Cost, Read, costs, reads
+from kvferry.strategy.cost import WAYS, Rates
+from kvferry.strategy.forecast import USUAL, Forecast, forecasts
 
 MAX_TOKENS = 10_000_000
 MAX_RUNS = 4_000_000
@@ -31,22 +34,37 @@ def plan_command(
     prefill: Annotated[str, typer.Option(help=f"The producer, as {SIDE_SYNTAX}.")],
     decode: Annotated[str, typer.Option(help="The consumer, written likewise.")],
     tokens: Annotated[int, typer.Option(help="Prompt length of the request to show.")] = 1000,
+    rates: Annotated[Path | None, typer.Option(help="What `kvferry bench calibrate --json` wrote: measured paths.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs: docs/formats.md describes it.")] = False,
 ) -> None:
     """Plan and prove the transfer between two sides, and show it."""
     if not 1 <= tokens <= MAX_TOKENS:
         raise SideError(f"--tokens {tokens}: give a prompt length from 1 to {MAX_TOKENS:,}")
-    shown = Shown(load_model(model), Side.parse(prefill), Side.parse(decode), tokens)
+    shown = Shown(load_model(model), Side.parse(prefill), Side.parse(decode), tokens, _rates(rates))
     if as_json:
         show_json(shown.document())
     else:
         show(shown.tables())
 
 
+class _Calibrated(msgspec.Struct):
+    rates: dict[str, Rates]
+
+
+def _rates(path: Path | None) -> Mapping[str, Rates]:
+    if path is None:
+        return USUAL
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=_Calibrated)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SideError(f"--rates {path}: not what `kvferry bench calibrate --json` writes: {error}") from None
+    return {f"{rates.path}, {name}": rates for name, rates in found.rates.items()}
+
+
 class Shown:
     """A pair of sides with its plans and one bound request."""
 
-    def __init__(self, model: ModelShape, prefill: Side, decode: Side, prompt: int) -> None:
+    def __init__(self, model: ModelShape, prefill: Side, decode: Side, prompt: int, rates: Mapping[str, Rates] = USUAL) -> None:
         self.model, self.prefill, self.decode, self.prompt = model, prefill, decode, prompt
         self.producers = sized_manifests(model, prefill, "prefill", prompt)
         self.consumers = sized_manifests(model, decode, "decode", prompt)
@@ -62,6 +80,7 @@ class Shown:
                 f"({MAX_RUNS:,} at most); give fewer --tokens"
             )
         self.bindings: Sequence[Binding] = [binder.bind(self.request) for binder in binders]
+        self.forecasts: Sequence[Forecast] = forecasts(self.plans, self.request, rates)
 
     def reads(self) -> list[Read]:
         return [read for consumer in self.consumers for read in reads(consumer, self.fleet)]
@@ -101,6 +120,9 @@ class Shown:
                 "tokens": self.request.tokens,
                 "tables": {"prefill": dict(self.request.src), "decode": dict(self.request.dst)},
                 "ranks": [_bound(plan, binding, ordinal) for plan, binding in zip(self.plans, self.bindings, strict=True)],
+                "strategies": [
+                    {"path": found.path, "seconds": dict(found.seconds), "chosen": found.chosen} for found in self.forecasts
+                ],
             },
         }
 
@@ -114,6 +136,25 @@ class Shown:
         yield _routes_table(self.routes)
         yield _costs_table(self.costs())
         yield self._request_table()
+        yield self._strategies_table()
+
+    def _strategies_table(self) -> Table:
+        """Of the slowest rank; scattered as the example's blocks are."""
+        table = Table(
+            title="milliseconds of this load by strategy, as the numbers of each path foretell; the chosen one is bold"
+        )
+        table.add_column("path")
+        for way in WAYS:
+            table.add_column(way, justify="right")
+        for found in self.forecasts:
+            shown = [
+                (f"[bold]{1000 * found.seconds[way]:,.2f}[/]" if way == found.chosen else f"{1000 * found.seconds[way]:,.2f}")
+                if way in found.seconds
+                else ""
+                for way in WAYS
+            ]
+            table.add_row(found.path, *shown)
+        return table
 
     def _request_table(self) -> Table:
         table = Table(title=f"a prompt of {self.prompt:,} tokens: {self.request.tokens:,} loaded, the last one recomputed")

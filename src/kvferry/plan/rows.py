@@ -162,7 +162,7 @@ class _Forms:
 
 def _form(length: int, digits: int, dims: Sequence[Dim]) -> _Form:
     """Lay a run along as long rows as there are; `dims` are its blocks, then so many digits of a tile, then repeats."""
-    chain = _longest(dims)
+    chain = _longest(dims, length)
     others = [i for i, (count, _) in enumerate(dims) if count > 1 and i not in chain]
     steps = [0] * len(dims)
     count = prod([dims[i][0] for i in chain])
@@ -183,9 +183,10 @@ def _form(length: int, digits: int, dims: Sequence[Dim]) -> _Form:
     )
 
 
-def _longest(dims: Sequence[Dim]) -> list[int]:
-    """Of the dimensions whose strides continue each other, those that have the most elements together."""
-    long = [i for i, (count, _) in enumerate(dims) if count > 1]
+def _longest(dims: Sequence[Dim], length: int) -> list[int]:
+    """Of the dimensions whose strides continue each other, those that have the most elements together. Elements of a row do not
+    overlap, as those of different rows may: what covers a tile may reach into the next."""
+    long = [i for i, (count, stride) in enumerate(dims) if count > 1 and stride >= length]
     after = {dims[i][1]: i for i in reversed(long)}
     best: list[int] = []
     most = 1

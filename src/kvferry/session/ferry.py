@@ -46,6 +46,8 @@ _PATIENCE: Final = 4
 _READ_S: Final = 0.0015
 """Between two calls that let others read from this rank, where no thread of the transport's does that: emulated paths move
 some megabytes at each, and connections take some calls to come about."""
+_HURRIED_S: Final = 0.0003
+"""Between two such calls while others wait for what this rank gathers for them."""
 _LENT_S: Final = 0.005
 """Between two looks at loads that the engine's own thread looks after."""
 _AT_LEAST: Final = 400e9
@@ -168,7 +170,8 @@ class Ferry:
     whether that is done, or None if it is already; it is only called where there is something to fill.
 
     A load from a producer whose connection broke waits until nothing of that connection is under way, `patience_s` at most.
-    `tended` is a transport that lets others read from this rank only while it is called.
+    `tended` is a transport that lets others read from this rank only while it is called, and `hurried` says when they wait for
+    that: what they ask this rank to gather is begun, and seen to be complete, on this thread, in its calls of the transport.
     """
 
     def __init__(
@@ -180,9 +183,10 @@ class Ferry:
         patience_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         tended: bool = True,
+        hurried: Callable[[], bool] = bool,
     ) -> None:
         self._transport, self._words, self._rank, self._fill = transport, words, rank, fill
-        self._patience_s, self._clock, self._tended = patience_s, clock, tended
+        self._patience_s, self._clock, self._tended, self._hurried = patience_s, clock, tended, hurried
         self._commands: deque[Meeting | Load | PeerKey] = deque()
         self._outcomes: deque[Outcome] = deque()
         self._peers: dict[PeerKey, _Peer] = {}
@@ -337,6 +341,8 @@ class Ferry:
     @property
     def _listening(self) -> float:
         """How long others who read from this rank, or connect to it, may go without a call."""
+        if self._hurried():
+            return _HURRIED_S
         return _READ_S if self._tended and self._words.alive else _IDLE_S
 
     def step(self) -> None:

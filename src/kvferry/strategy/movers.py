@@ -13,10 +13,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import TransportError
 from kvferry.strategy.moves import FIELDS, Bound, Moves
@@ -24,7 +25,18 @@ from kvferry.strategy.shared import Memory, OpenedBytes, SharedBytes
 from kvferry.strided import Ints
 from kvferry.transport import Storage
 
-_LONG = 1 << 12
+_LONG: Final = 1 << 15
+_AT_ONCE: Final = 1 << 18
+"""Bytes that are copied by one call: what it lays aside meanwhile stays in a processor's cache."""
+_ITEMS: Final = 1 << 16
+_NUMBERS: Final[dict[int, np.dtype[Any]]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("c16"),
+}
+"""Elements that NumPy copies faster than bytes of no meaning."""
 
 
 class Ticket(Protocol):
@@ -115,15 +127,18 @@ class HostMover:
         return _Window(OpenedBytes(name, nonce, whole), offset)
 
     def prepare(self, moves: Moves) -> Ints:
-        return moves.pieces
+        """The pieces column by column, since that is how they are looked at."""
+        return np.ascontiguousarray(moves.pieces.T)
 
     def start(self, prepared: Ints, bound: Bound) -> Ticket:
         moved = 0
-        for src, dst, length in _items(prepared, bound):
-            for size in np.unique(length).tolist():
-                of = length == size
-                _copy(src[of], dst[of], size)
-                moved += size * int(of.sum())
+        for unit, src, dst, length in _items(prepared, bound):
+            sizes = [int(length[0])] if (length == length[0]).all() else np.unique(length).tolist()
+            for size in sizes:
+                of = slice(None) if len(sizes) == 1 else length == size
+                theirs, ours = src[of].reshape(-1), dst[of].reshape(-1)
+                _copy(theirs, ours, size, unit)
+                moved += size * len(theirs)
         return Over(moved)
 
     def zero(self, runs: Ints) -> Ticket:
@@ -152,26 +167,42 @@ class _Window:
         self.opened.close()
 
 
-def _items(pieces: Ints, bound: Bound) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Source, destination and length of every item, job by job, in the words of the tables."""
+def _items(columns: Ints, bound: Bound) -> Iterator[tuple[int, Ints, Ints, Ints]]:
+    """Unit, source and destination of every piece at every tile, and lengths of the pieces, in the words of the tables; some
+    pieces at a time."""
     for launch in bound.launches:
         jobs = bound.table[launch.at : launch.at + launch.jobs * FIELDS].reshape(-1, FIELDS)
         for first, count, tiles, places, _ in jobs.tolist():
-            src, dst, elements, theirs, ours = pieces[first : first + count].T
-            lanes = bound.table[places : places + (int(ours.max()) + 1) * tiles].reshape(-1, tiles)
-            length = np.repeat(elements * launch.form.width, tiles)
-            yield (src[:, None] + lanes[theirs]).reshape(-1), (dst[:, None] + lanes[ours]).reshape(-1), length
+            lanes = 1 + int(columns[4, first : first + count].max())
+            place = bound.table[places : places + lanes * tiles].reshape(-1, tiles)
+            step = max(1, _ITEMS // tiles)
+            for at in range(first, first + count, step):
+                src, dst, elements, theirs, ours = columns[:, at : min(at + step, first + count)]
+                there, here = (place[0], place[1]) if lanes == 2 else (place[theirs], place[ours])
+                yield launch.form.unit, src[:, None] + there, dst[:, None] + here, elements * launch.form.width
 
 
-def _copy(src: Ints, dst: Ints, size: int) -> None:
+def _copy(src: Ints, dst: Ints, size: int, unit: int) -> None:
+    """Runs of one size, all addresses multiples of `unit`. NumPy copies elements of any size in one call for all of them."""
     if size >= _LONG or len(src) == 1:
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             ctypes.memmove(target, source, size)
         return
-    low, lowest = int(src.min()), int(dst.min())
-    theirs, ours = _at(low, int(src.max()) - low + size), _at(lowest, int(dst.max()) - lowest + size)
-    within = np.arange(size)
-    ours[(dst - lowest)[:, None] + within] = theirs[(src - low)[:, None] + within]
+    kind: np.dtype[Any] = _NUMBERS.get(size, np.dtype((np.void, size)))
+    step = _AT_ONCE // size
+    for at in range(0, len(src), step):
+        few = slice(at, at + step)
+        theirs, there = _elements(src[few], kind, unit)
+        ours, here = _elements(dst[few], kind, unit)
+        ours[here] = theirs[there]
+
+
+def _elements(address: Ints, kind: np.dtype[Any], unit: int) -> tuple[npt.NDArray[Any], Ints]:
+    """Elements that begin at every unit of a stretch of memory, and which of them are at the addresses."""
+    low = int(address.min())
+    length = int(address.max()) - low + kind.itemsize
+    count = (length - kind.itemsize) // unit + 1
+    return np.ndarray(count, kind, _at(low, length), strides=(unit,)), (address - low) >> (unit.bit_length() - 1)
 
 
 def _at(address: int, length: int) -> Memory:

@@ -103,8 +103,9 @@ class Moves:
     def forms(self) -> tuple[Form, ...]:
         return tuple(sorted({job.form for job in self._jobs}))
 
-    def bind(self, tiles: Mapping[Key, Tiles]) -> Bound:
-        """The table of one load: jobs first, form by form, then the places that they refer to."""
+    def bind(self, tiles: Mapping[Key, Tiles], src_shift: int = 0, dst_shift: int = 0) -> Bound:
+        """The table of one load: jobs first, form by form, then the places that they refer to; on either side so many bytes
+        further on, which are a multiple of the widest unit."""
         jobs = [job for job in self._jobs if job.key in tiles and len(tiles[job.key].src_block)]
         table = np.empty((len(jobs), FIELDS), np.int64)
         places: list[Ints] = []
@@ -117,8 +118,8 @@ class Moves:
             known = job.key, job.src_lanes, job.dst_lanes
             if known not in starts:
                 starts[known] = at
-                found = [*_offsets(self._lanes, job.src_lanes, placed.src_block, placed.src_tile)]
-                found += _offsets(self._lanes, job.dst_lanes, placed.dst_block, placed.dst_tile)
+                found = [*_offsets(self._lanes, job.src_lanes, placed.src_block, placed.src_tile, src_shift)]
+                found += _offsets(self._lanes, job.dst_lanes, placed.dst_block, placed.dst_tile, dst_shift)
                 places += found
                 at += len(found) * count
             if not launches or launches[-1].form != job.form:
@@ -189,8 +190,8 @@ def _common(lane: Lane) -> int:
     return int(np.gcd.reduce([lane.block_stride, *(stride for _, stride in lane.digits)]))
 
 
-def _offsets(lanes: Sequence[Lane], used: Sequence[int], block: Ints, tile: Ints) -> Iterator[Ints]:
+def _offsets(lanes: Sequence[Lane], used: Sequence[int], block: Ints, tile: Ints, shift: int) -> Iterator[Ints]:
     wide = block.astype(np.int64, copy=False)
     for index in used:
         lane = lanes[index]
-        yield wide * lane.block_stride + (offsets(lane.digits, tile) if lane.digits else 0)
+        yield wide * lane.block_stride + ((offsets(lane.digits, tile) if lane.digits else 0) + shift)

@@ -32,7 +32,8 @@ class StorageEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who can be reached, on which host, with which storages; `blob` is the library's own."""
+    """Who can be reached, on which host, with which storages; `blob` is the library's own. `more` is said by whoever is around
+    the transport, to whoever is around the other: the transport takes no notice of it."""
 
     carrier: Name
     name: Name
@@ -41,6 +42,7 @@ class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
     blob: bytes
     digest: bytes = b""
     version: Literal[1] = METADATA_VERSION
+    more: Annotated[bytes, Meta(max_length=4096)] = b""
 
     def sealed(self) -> Metadata:
         return msgspec.structs.replace(self, digest=self._digest())
@@ -59,7 +61,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 def decode_metadata(data: bytes, carrier: str) -> Metadata:
     """Read a peer's metadata, or say what is wrong with it."""
-    found = _decode(data)
+    found = open_metadata(data)
     if found.carrier != carrier:
         raise TransportError(f"peer {found.name} speaks {found.carrier}, this end {carrier}; use the same transport on both")
     return found
@@ -67,7 +69,7 @@ def decode_metadata(data: bytes, carrier: str) -> Metadata:
 
 def refuse_elsewhere(data: bytes) -> None:
     """A peer that nobody vouches for is reached on this host or not at all, whatever its library's words would lead to."""
-    found = _decode(data)
+    found = open_metadata(data)
     if found.host != this_host():
         raise TransportError(
             f"peer {found.name} is on another host, and without a key none there is read from: "
@@ -75,7 +77,8 @@ def refuse_elsewhere(data: bytes) -> None:
         )
 
 
-def _decode(data: bytes) -> Metadata:
+def open_metadata(data: bytes) -> Metadata:
+    """Read a peer's metadata whatever carries it."""
     if len(data) > MAX_METADATA_BYTES:
         raise TransportError(f"peer metadata of {len(data):,} bytes; at most {MAX_METADATA_BYTES:,} are accepted")
     try:

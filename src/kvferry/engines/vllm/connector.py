@@ -17,7 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.engines.vllm import register
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
-from kvferry.engines.vllm.options import read_options
+from kvferry.engines.vllm.options import buffered, read_options
 from kvferry.engines.vllm.refusals import refuse_unserved
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
@@ -35,7 +35,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         logging.getLogger("kvferry").parent = logging.getLogger("vllm")
         refuse_unserved(vllm_config, current_platform.device_type)
-        options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        transfer, device = vllm_config.kv_transfer_config, current_platform.device_type
+        options = buffered(read_options(transfer.kv_connector_extra_config), transfer.kv_buffer_device, device)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -12,6 +12,8 @@ from msgspec import Meta, Struct
 from kvferry.errors import SessionError
 from kvferry.findings import Finding
 from kvferry.session.key import Key, is_loopback, read_key, split_address
+from kvferry.strategy.gathering import SLOT_S
+from kvferry.strategy.staging import BUDGET, LEAST
 from kvferry.transport import NixlOptions
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -41,7 +43,10 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent, `lease_most_s` for one that is not.
     `greeting_s`: how long a producer may take to answer. `weights`: what the model's weights are called, where a digest of the
     checkpoint does not do. `read_s`: how long a read may go without progress. `strategies`: how caches may be read: `mapped`,
-    out of device memory of this machine's processes, `direct`, by descriptors, which is always possible. `copy_programs`: how
+    out of device memory of this machine's processes; `packed`, gathered by the producer into staging; `staged`, covered and
+    extracted here; `direct`, by descriptors, which is always possible; out of several, what costs least. `staging`: where that
+    memory is; empty: on the device, or in host memory if vLLM's `kv_buffer_device` is cpu. `staging_bytes`: what a rank takes
+    for it in all. `slot_s`: how long a consumer may leave what was gathered for it. `copy_programs`: how
     many programs of a GPU's kernel copy at a time. `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's
     names; empty: what suits transfers best. `progress_thread`, `posting_threads`, `sync`, `window`, `backend`,
     `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
@@ -56,7 +61,10 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     greeting_s: Seconds = 15.0
     weights: Annotated[str, Meta(max_length=96)] = ""
     read_s: Seconds = 30.0
-    strategies: tuple[Literal["mapped", "direct"], ...] = ("mapped", "direct")
+    strategies: tuple[Literal["mapped", "packed", "staged", "direct"], ...] = ("mapped", "direct")
+    staging: Literal["", "device", "host"] = ""
+    staging_bytes: Annotated[int, Meta(ge=LEAST)] = BUDGET
+    slot_s: Seconds = SLOT_S
     copy_programs: Annotated[int, Meta(ge=2, le=1024)] = 128
     cache_layout: Literal["", "LBHNC", "BLHNC", "BHLNC"] = ""
     progress_thread: bool | Literal["slow"] | None = None
@@ -138,6 +146,14 @@ def option_troubles(extra: Mapping[str, Any]) -> Iterator[Finding]:
     if options.lease_most_s < options.lease_s:
         seen = f"lease_most_s {options.lease_most_s:g} is less than lease_s {options.lease_s:g}"
         yield Finding("lease-times", seen, "raise it")
+
+
+def buffered(options: Options, buffer_device: str | None, device: str) -> Options:
+    """The same as vLLM's `kv_buffer_device` asks, unless `staging` says where it is to be. A buffer in host memory for caches
+    on a device is for a NIC that cannot reach the device: then everything that is not mapped is gathered."""
+    if options.staging or buffer_device != "cpu" or device == "cpu":
+        return options
+    return msgspec.structs.replace(options, staging="host", strategies=("mapped", "packed"))
 
 
 _VALUES: Final = "give it a value of that kind; the table of options in docs/vllm.md has them all"

@@ -30,10 +30,10 @@ def unserved(config: Any, device: str) -> Iterator[Finding]:
             seen = f"{name} is {size}, but tokens that are dealt to context-parallel ranks are not carried"
             yield Finding("context-parallel", seen, f"leave --{name.replace('_', '-')} out")
     transfer = config.kv_transfer_config
-    if transfer.kv_buffer_device != device:
+    if transfer.kv_buffer_device not in (device, "cpu"):
         seen = (
-            f"kv_buffer_device is {transfer.kv_buffer_device!r}, but nothing is buffered, since caches are read and written "
-            f"where they are, on {device!r}"
+            f"kv_buffer_device is {transfer.kv_buffer_device!r}, but caches are read and written, and staged, where they are, "
+            f"on {device!r}"
         )
         yield Finding("buffer-device", seen, "leave it out")
     if transfer.enable_permute_local_kv:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.quay import staging_around
 from kvferry.errors import TransportError
 from kvferry.manifest import Identity, Manifest
 from kvferry.plan import Fills
@@ -40,10 +41,16 @@ class Wharf:
             memory = self._shared.bytes
             mapped = Mapped([host, self._mover])
         self.words = Words(slots, identity, memory)
-        self.transport = Strategies(direct, mapped)
-        self.tended = not direct.progresses
+        self.gathers = staging_around(direct, self._mover, manifest.regions[0].device, options)
+        self.transport = Strategies(self.gathers or direct, mapped)
+        self.tended = not direct.progresses or self.gathers is not None
         storages = [Storage(r.address, r.length, r.memory, r.device) for r in manifest.regions]
         self.transport.register([*storages, self.words.storage])
+
+    @property
+    def hurried(self) -> bool:
+        """Whether somebody waits for what is gathered here."""
+        return self.gathers is not None and self.gathers.hurried
 
     def filler(self, kv_caches: Mapping[str, torch.Tensor]) -> Callable[[Fills], Done]:
         """Zeroes runs of the rank's regions, and tells when that is done."""

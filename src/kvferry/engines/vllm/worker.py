@@ -69,7 +69,9 @@ class WorkerHalf:
         self._card = Card(manifest, wharf.words.manifest, wharf.transport.metadata(), wharf.words.beacon)
         self._wharf, self._words = wharf, wharf.words
         filler = wharf.filler(kv_caches)
-        ferry = self._ferry = Ferry(wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended)
+        ferry = self._ferry = Ferry(
+            wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended, hurried=lambda: wharf.hurried
+        )
         ferry.start()
         if self._is_whole_engine and wharf.on_device:
             stay_nearby(engine, self)

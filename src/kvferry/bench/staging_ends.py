@@ -1,0 +1,232 @@
+"""The two processes of `kvferry bench strategies`: one holds source ranks and gathers for whoever asks, the other has an end
+for every strategy over the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from kvferry.bench.agents import load_nixl
+from kvferry.bench.case import MemoryKind, size_of
+from kvferry.bench.child import Child, child
+from kvferry.bench.memory import Memory, allocate, pattern
+from kvferry.bench.scatters import SCATTERS
+from kvferry.errors import BenchError, KVFerryError
+from kvferry.strategy import HostMover, Mapped, Mover, SharedBytes, Strategies
+from kvferry.strategy.cost import Way
+from kvferry.strategy.scattered import Scattered, Settings
+from kvferry.strategy.staging import Staging, host_staging
+from kvferry.transport.contract import Storage, Transport
+from kvferry.transport.nixl import NixlOptions, NixlTransport
+
+_START_S = 180.0
+_IDLE_S = 0.0002
+AUTO: Final = "auto"
+
+
+class Ask(Struct, frozen=True):
+    """Which way for bytes to be scattered the producer's process is to hold, in how many layers and how long."""
+
+    scatter: str
+    layers: int
+    tokens: int
+    memory: MemoryKind
+    budget: int
+    ucx: dict[str, str] = {}
+
+
+class RankEntry(Struct, frozen=True):
+    address: int
+    transport: bytes
+    hosted: bytes
+
+
+class Ready(Struct, frozen=True):
+    ranks: tuple[RankEntry, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Memory of one rank, in which others may map it if it was made so."""
+
+    memory: Memory
+    shared: SharedBytes | None = None
+
+
+class _SharedMemory:
+    """Host memory that other processes can map, with the face of a benchmark's memory."""
+
+    def __init__(self, shared: SharedBytes) -> None:
+        self._bytes = shared.bytes
+        self.storage = Storage(shared.address, shared.length)
+
+    def write(self, data: Any) -> None:
+        self._bytes[:] = data
+
+    def read(self) -> Any:
+        return self._bytes
+
+    def clear(self) -> None:
+        self._bytes[:] = 0
+
+    def copier(self, length: int) -> Any:
+        raise BenchError("shared memory is not copied within itself")
+
+
+def memory_of(length: int, kind: MemoryKind, shared: bool) -> Held:
+    if kind == "vram" or not shared:
+        return Held(allocate(length, kind))
+    made = SharedBytes(length)
+    return Held(_SharedMemory(made), made)
+
+
+def movers(held: Held, kind: MemoryKind) -> tuple[HostMover, Mover]:
+    """One for host memory, and the one for caches."""
+    host = HostMover()
+    if held.shared is not None:
+        host.share(held.shared)
+    return host, host if kind == "dram" else _device_mover()
+
+
+@cache
+def _device_mover() -> Mover:
+    from kvferry.strategy.cuda import CudaMover
+
+    return CudaMover(0)
+
+
+def staging_of(kind: MemoryKind, budget: int, on_host: bool) -> Staging:
+    if kind == "dram":
+        return host_staging(budget)
+    from kvferry.strategy.cuda_staging import device_staging, pinned_staging
+
+    return pinned_staging(budget) if on_host else device_staging(0, budget)
+
+
+@dataclass(frozen=True)
+class End:
+    transport: Transport
+    scattered: Scattered
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def consumer_end(way: str, held: Held, kind: MemoryKind, budget: int, ucx: Mapping[str, str] | None = None) -> End:
+    """An end that reads one way alone, or one that would choose."""
+    host, mover = movers(held, kind)
+    staging = staging_of(kind, budget, way == "packed (host)")
+    wire = NixlTransport(f"decode {way}", NixlOptions(progress_thread=False, ucx=ucx or {}))
+    inner = Scattered(wire, staging, mover, Settings(_WAYS[way]))
+    if way == "mapped":
+        found = [host] if host is mover else [host, mover]
+        out = Strategies(inner, Mapped(found))
+    else:
+        out = Strategies(inner)
+    out.register([held.memory.storage])
+    return End(out, inner)
+
+
+_WAYS: Final[dict[str, tuple[Way, ...]]] = {
+    "direct": ("direct",),
+    "mapped": ("direct",),
+    "packed": ("packed",),
+    "packed (host)": ("packed",),
+    "staged": ("staged",),
+    AUTO: ("packed", "staged", "direct"),
+}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The producer's process, which holds one case at a time."""
+
+    child: Child
+
+    def hold(self, ask: Ask) -> Ready:
+        self.child.send(msgspec.msgpack.encode(ask))
+        ready = msgspec.msgpack.decode(self.child.receive(_START_S), type=Ready)
+        if ready.error:
+            raise BenchError(f"{self.child.name}: {ready.error}")
+        return ready
+
+
+@contextmanager
+def holder() -> Iterator[Holder]:
+    with child("the producer's process", _hold) as found:
+        yield Holder(found)
+        found.send(b"")
+
+
+def _hold(parent: Connection) -> None:
+    ranks: list[_Rank] = []
+    try:
+        load_nixl()
+        while True:
+            rest = 0 if any(inner.hurried for rank in ranks for inner in rank.inner) else _IDLE_S
+            if not parent.poll(rest if ranks else None):
+                for rank in ranks:
+                    rank.turn()
+                continue
+            data = parent.recv_bytes()
+            for rank in ranks:
+                rank.close()
+            ranks = []
+            if not data:
+                return
+            try:
+                ask = msgspec.msgpack.decode(data, type=Ask)
+                scatter = replace(next(s for s in SCATTERS if s.name == ask.scatter), layers=ask.layers)
+                ranks = [_Rank(rank, size_of(m), ask) for rank, m in enumerate(scatter.case(ask.tokens).producers)]
+            except KVFerryError as error:
+                parent.send_bytes(msgspec.msgpack.encode(Ready(error=str(error))))
+            else:
+                parent.send_bytes(msgspec.msgpack.encode(Ready(tuple(rank.entry() for rank in ranks))))
+    except (EOFError, ConnectionResetError):
+        for rank in ranks:
+            rank.close()
+
+
+class _Rank:
+    """A source rank's memory, and an end for each ring."""
+
+    def __init__(self, rank: int, length: int, ask: Ask) -> None:
+        self.held = memory_of(length, ask.memory, shared=True)
+        self.held.memory.write(pattern(rank, length))
+        host, mover = movers(self.held, ask.memory)
+        self.alive = SharedBytes(8) if ask.memory == "vram" else None
+        if self.alive is not None:
+            host.share(self.alive)
+        self.inner: list[Scattered] = []
+        self.ends: list[Strategies] = []
+        for on_host in (False, True) if ask.memory == "vram" else (False,):
+            wire = NixlTransport(f"prefill-{rank}-{int(on_host)}", NixlOptions(progress_thread=False, ucx=ask.ucx))
+            self.inner.append(Scattered(wire, staging_of(ask.memory, ask.budget, on_host), mover))
+            end = Strategies(self.inner[-1], Mapped([host] if host is mover else [host, mover]))
+            end.register([self.held.memory.storage])
+            if self.alive is not None:
+                end.register([Storage(self.alive.address, self.alive.length)])
+            self.ends.append(end)
+
+    def turn(self) -> None:
+        for end in self.ends:
+            end.notifications()
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+        for shared in (self.held.shared, self.alive):
+            if shared is not None:
+                shared.close()
+
+    def entry(self) -> RankEntry:
+        words = [end.metadata() for end in self.ends]
+        return RankEntry(self.held.memory.storage.address, words[0], words[-1])

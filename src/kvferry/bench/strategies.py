@@ -1,0 +1,294 @@
+"""Every strategy on every way for bytes to be scattered, between two processes, bytes compared; and what would be chosen.
+
+    python -m kvferry.bench.strategies [--memory vram] [--tokens 1000,16000] [--json FILE]
+
+needs NumPy, msgspec and NIXL alone, torch and Triton for device memory; `kvferry bench strategies` draws the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from kvferry.bench.agents import load_nixl
+from kvferry.bench.case import Case, MemoryKind, placed, size_of
+from kvferry.bench.machine import Record, this_machine
+from kvferry.bench.memory import Bytes, device_name, pattern
+from kvferry.bench.scatters import TOKENS, Scatter, cells
+from kvferry.bench.staging_ends import AUTO, Ask, End, Held, Holder, Ready, consumer_end, holder, memory_of
+from kvferry.errors import BenchError, KVFerryError
+from kvferry.plan import Binder, Plan, Tiles
+from kvferry.strategy import cost
+from kvferry.strategy.scattered import ScatteredPrepared
+from kvferry.strategy.staging import BUDGET
+from kvferry.strided import Ints
+from kvferry.transport.contract import Prepared, State
+
+WITHIN: Final = 1.15
+LIMIT_S: Final = 5.0
+"""A strategy that would take longer than this, as the model foretells it, is not measured."""
+REPEATS: Final = 5
+HOST_WAYS: Final = ("direct", "mapped", "packed", "staged")
+DEVICE_WAYS: Final = ("direct", "mapped", "packed", "packed (host)", "staged")
+
+_MERGED: Final = 2_000_000
+"""Runs up to here are merged with their neighbours to be counted."""
+_REST_S: Final = 0.00005
+"""Between two looks: the producer may need the core."""
+_AT_ONCE: Final = 1 << 22
+
+Tick = Callable[["Cell"], None]
+
+
+class Cell(Struct, frozen=True):
+    """One request: bytes, runs, median seconds by every strategy, what the model foretells and chooses among those that need
+    no mapped memory, and a plain copy of as many bytes. A strategy that would take too long was not measured. `right`: every
+    byte was compared, after every strategy."""
+
+    scatter: str
+    tokens: int
+    memory: str
+    bytes: int
+    runs: int
+    seconds: dict[str, float]
+    foretold: dict[str, float]
+    chosen: str
+    right: bool
+    memcpy_seconds: float
+    path: str
+
+    @property
+    def best(self) -> float:
+        """Of those among which was chosen."""
+        return min(self.seconds[way] for way in self.foretold if way in self.seconds)
+
+    @property
+    def regret(self) -> float:
+        """How many times longer than the best."""
+        return self.seconds[self.chosen] / self.best if self.chosen in self.seconds else math.inf
+
+
+class Measured(Struct, frozen=True):
+    """What `--json` writes, as it is read again."""
+
+    results: tuple[Cell, ...]
+
+
+def run(
+    found: Sequence[tuple[Scatter, int]],
+    memory: MemoryKind = "dram",
+    repeats: int = REPEATS,
+    budget: int = BUDGET,
+    limit_s: float = LIMIT_S,
+    tick: Tick = lambda cell: None,
+) -> list[Cell]:
+    """All cells against one process that holds one after the other; `tick` hears of each when it is done."""
+    load_nixl()
+    out = []
+    with holder() as held:
+        for scatter, tokens in found:
+            out.append(measure(held, scatter, tokens, memory, repeats, budget, limit_s))
+            tick(out[-1])
+    return out
+
+
+def measure(
+    held: Holder, scatter: Scatter, tokens: int, memory: MemoryKind, repeats: int, budget: int, limit_s: float = LIMIT_S
+) -> Cell:
+    case = scatter.case(tokens)
+    ready = held.hold(Ask(scatter.name, scatter.layers, tokens, memory, budget))
+    here = memory_of(size_of(case.consumers[0]), memory, shared=False)
+    ends: dict[str, End] = {}
+    try:
+        for way in (*(DEVICE_WAYS if memory == "vram" else HOST_WAYS), AUTO):
+            ends[way] = consumer_end(way, here, memory, budget)
+        return _Cell(scatter, case, memory, ready, here, ends).measure(repeats, limit_s)
+    finally:
+        for end in ends.values():
+            end.close()
+
+
+class _Cell:
+    """One consumer rank with an end for every strategy, all over the same memory, and one that would choose."""
+
+    def __init__(
+        self, scatter: Scatter, case: Case, memory: MemoryKind, ready: Ready, here: Held, ends: Mapping[str, End]
+    ) -> None:
+        self.scatter, self.case, self.memory, self.here, self.ends = scatter, case, memory, here, ends
+        producers = [placed(m, entry.address, memory) for m, entry in zip(case.producers, ready.ranks, strict=True)]
+        self.plan: Plan = case.plan(producers, placed(case.consumers[0], here.memory.storage.address, memory))
+        self.binder = Binder(self.plan)
+        self.ranks = [side.identity.rank.ordinal for side in self.plan.sources]
+        self.prepared: dict[str, list[Prepared]] = {}
+        self.names: list[str] = []
+        for way, end in ends.items():
+            entries = [ready.ranks[rank] for rank in self.ranks]
+            self.names = [end.transport.connect(e.hosted if way == "packed (host)" else e.transport) for e in entries]
+            self.prepared[way] = [end.transport.prepare(self.plan, i, name) for i, name in enumerate(self.names)]
+        self.bytes = 0
+
+    def measure(self, repeats: int, limit_s: float) -> Cell:
+        sources = {rank: pattern(rank, size_of(self.case.producers[rank])) for rank in self.ranks}
+        runs = self.binder.runs(self.case.request)
+        if runs <= _MERGED:
+            runs = sum(len(found) for found in self.binder.bind(self.case.request).copies)
+        foretold = self._foretold()
+        ways = [way for way in self.ends if way != AUTO and foretold.get(way, 0.0) <= limit_s]
+        want = self._expected(sources)
+        right = True
+        for way in ways:
+            self.here.memory.clear()
+            self._load(way)
+            right = right and bool(np.array_equal(self.here.memory.read(), want))
+        samples: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(repeats):
+            for way in ways:
+                samples[way].append(self._load(way))
+        spare = memory_of(2 * self.bytes, self.memory, shared=False)
+        spare.memory.clear()
+        copier = spare.memory.copier(self.bytes)
+        copier()
+        return Cell(
+            self.scatter.name,
+            0 if self.scatter.tokens else self.case.tokens,
+            self.memory,
+            self.bytes,
+            runs,
+            {way: median(found) for way, found in samples.items()},
+            foretold,
+            min(foretold, key=lambda way: foretold[way]),
+            right,
+            median(copier() for _ in range(max(3, repeats))),
+            self.ends[AUTO].transport.path(self.names[0]).name,
+        )
+
+    def _foretold(self) -> dict[str, float]:
+        """What the model says of each way that needs no mapped memory; one source is read after the other."""
+        tiles = self.binder.tiles(self.case.request)
+        found = [one.costs(tiles) for one in self.prepared[AUTO] if isinstance(one, ScatteredPrepared)]
+        ways: tuple[cost.Way, ...] = ("direct", "packed", "staged")
+        return {way: sum(one[way] for one in found) for way in ways if all(way in one for one in found)}
+
+    def _load(self, way: str) -> float:
+        transport, start = self.ends[way].transport, perf_counter()
+        loading = self.binder.load(self.case.request)
+        reads = [transport.read(prepared, loading.tiles) for prepared in self.prepared[way]]
+        left = list(reads)
+        while left := [read for read in left if transport.poll(read) is State.RUNNING]:
+            sleep(_REST_S)
+        seconds = perf_counter() - start
+        for read in reads:
+            if read.error:
+                raise BenchError(f"{self.scatter.name}, {way}: {read.error}")
+        self.bytes = loading.bytes
+        moved = sum(transport.telemetry(read).bytes for read in reads)
+        if moved != loading.bytes:
+            raise BenchError(f"{self.scatter.name}, {way}: {moved:,} bytes moved of {loading.bytes:,}")
+        for read in reads:
+            while not transport.release(read):
+                sleep(_REST_S)
+        transport.notifications()
+        return seconds
+
+    def _expected(self, sources: Mapping[int, Bytes]) -> Bytes:
+        """The consumer's memory after the load, from the runs of the plan, with nothing of what is measured."""
+        want = np.zeros(size_of(self.case.consumers[0]), np.uint8)
+        first = self.plan.consumer.regions[0].address
+        for (index, level), tiles in self.binder.tiles(self.case.request).items():
+            edge = self.plan.edges[index]
+            there = self.plan.sources[edge.source].regions
+            source = sources[self.ranks[edge.source]]
+            for run in edge.grains[level].runs:
+                theirs = there[run.src_region].address - there[0].address + run.src_offset
+                ours = self.plan.consumer.regions[run.dst_region].address - first + run.dst_offset
+                src = theirs + _places(self.plan, run.src_lane, tiles, 0)
+                dst = ours + _places(self.plan, run.dst_lane, tiles, 1)
+                for count, there_step, here_step in run.repeats:
+                    src = (src[:, None] + np.arange(count) * there_step).reshape(-1)
+                    dst = (dst[:, None] + np.arange(count) * here_step).reshape(-1)
+                within = np.arange(run.length)
+                step = max(1, _AT_ONCE // run.length)
+                for at in range(0, len(src), step):
+                    few = slice(at, at + step)
+                    want[dst[few, None] + within] = source[src[few, None] + within]
+        return want
+
+
+def _places(plan: Plan, lane: int, tiles: Tiles, side: int) -> Ints:
+    """Where tiles lie, digit by digit."""
+    block, rest = (tiles.dst_block, tiles.dst_tile) if side else (tiles.src_block, tiles.src_tile)
+    found: Ints = block.astype(np.int64) * plan.lanes[lane].block_stride
+    for count, stride in reversed(plan.lanes[lane].digits):
+        found = found + rest % count * stride
+        rest = rest // count
+    return found
+
+
+def verdict(found: Sequence[Cell]) -> str:
+    """How good the automatic choice was."""
+    within = sum(cell.regret <= WITHIN for cell in found)
+    worst = max(found, key=lambda cell: cell.regret)
+    return (
+        f"the choice is within {WITHIN:g} × of the best in {within} of {len(found)} cells; "
+        f"at worst {worst.regret:.2f} × ({worst.scatter}, {length_of(worst)}: {worst.chosen})"
+    )
+
+
+def length_of(cell: Cell) -> str:
+    return f"{cell.tokens:,} tokens" if cell.tokens else "a state"
+
+
+def line(cell: Cell) -> str:
+    times = ", ".join(
+        f"{way} {1000 * seconds:.2f} ms" + (f" (foretold {1000 * cell.foretold[way]:.2f})" if way in cell.foretold else "")
+        for way, seconds in cell.seconds.items()
+    )
+    return (
+        f"{cell.scatter}, {length_of(cell)}, {cell.bytes / 1e6:.1f} MB in {cell.runs:,} runs: {times}; memcpy "
+        f"{1000 * cell.memcpy_seconds:.2f} ms; chosen {cell.chosen} ({cell.regret:.2f}); "
+        f"{'right' if cell.right else 'WRONG'}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", choices=("dram", "vram"), default="dram")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--staging-bytes", type=int, default=BUDGET)
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S)
+    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    words: Any = parser.parse_args()
+    done: list[Cell] = []
+
+    def tick(cell: Cell) -> None:
+        done.append(cell)
+        sys.stdout.write(line(cell) + "\n")
+        sys.stdout.flush()
+        if words.json:
+            record = Record("strategies", this_machine(device_name(words.memory)), words.repeats, done)
+            words.json.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+
+    try:
+        found = cells([int(word) for word in words.tokens.split(",")], words.only, words.layers)
+        run(found, words.memory, words.repeats, words.staging_bytes, words.limit_s, tick)
+    except KVFerryError as error:
+        sys.stderr.write(f"kvferry: {error}\n")
+        sys.exit(2)
+    sys.stdout.write(verdict(done) + "\n")
+
+
+if __name__ == "__main__":
+    main()

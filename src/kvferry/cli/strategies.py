@@ -1,0 +1,162 @@
+"""`kvferry bench strategies`, every strategy on every way to be scattered, and `kvferry bench calibrate`, what paths cost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.bench import calibrate, heat, page, strategies
+from kvferry.bench.case import MemoryKind
+from kvferry.bench.machine import Record, this_machine
+from kvferry.bench.memory import device_name
+from kvferry.bench.scatters import TOKENS, cells
+from kvferry.bench.strategies import Cell, Measured
+from kvferry.cli.output import show, show_json
+from kvferry.errors import BenchError
+from kvferry.strategy.cost import Rates
+from kvferry.strategy.staging import BUDGET, LEAST
+
+MAX_TOKENS = 1_000_000
+
+Memory = Annotated[str, typer.Option(help="dram, or vram with torch and a CUDA device.")]
+Staging = Annotated[int, typer.Option("--staging-bytes", help="What each end has for staging.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+def strategies_command(
+    tokens: Annotated[str, typer.Option(help="Tokens of a request, one or several numbers.")] = ",".join(map(str, TOKENS)),
+    only: Annotated[str, typer.Option(help="Only what has this in its name, like `conv`.")] = "",
+    layers: Annotated[int, typer.Option(help="Layers of the made-up model. Default: 2, or what a kind needs.")] = 0,
+    memory: Memory = "dram",
+    staging: Staging = BUDGET,
+    repeats: Annotated[int, typer.Option(help="Loads by every strategy; figures are medians.")] = strategies.REPEATS,
+    limit_s: Annotated[float, typer.Option(help="What would take longer is not measured.")] = strategies.LIMIT_S,
+    as_json: Json = False,
+    add: Annotated[Path | None, typer.Option(help="Show what --json wrote before, and measure nothing.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the heat map as an SVG file.")] = None,
+) -> None:
+    """Move scattered bytes by every strategy between two processes, compare every byte, and judge the automatic choice."""
+    if add is not None:
+        found = _read(add)
+        record = None
+    else:
+        chosen = cells(_tokens(tokens), only, _within(layers, 0, 1024, "--layers"))
+        kind = _memory(memory)
+        _within(repeats, 1, 10_000, "--repeats")
+        _within(staging, LEAST, 1 << 40, "--staging-bytes")
+        with _progress(len(chosen)) as progress:
+            bar = progress.add_task("", total=len(chosen))
+            found = strategies.run(chosen, kind, repeats, staging, limit_s, lambda cell: progress.advance(bar))
+        record = Record("strategies", this_machine(device_name(kind)), repeats, found)
+    columns = list(dict.fromkeys(way for cell in found for way in cell.seconds))
+    if plot is not None:
+        rows = [heat.Row(f"{cell.scatter}, {strategies.length_of(cell)}", cell.seconds, cell.chosen) for cell in found]
+        try:
+            plot.write_text(heat.svg(f"Scattered bytes by strategy, {found[0].memory}", columns, rows), encoding="utf-8")
+        except OSError as error:
+            raise BenchError(f"--plot {plot}: cannot be written: {error.strerror}") from None
+    if as_json and record is not None:
+        show_json(record)
+        return
+    show([_table(found, columns), strategies.verdict(found), Text(page.described(record.machine) if record else str(add))])
+
+
+def calibrate_command(memory: Memory = "dram", staging: Staging = BUDGET, as_json: Json = False) -> None:
+    """Measure what paths on this machine cost: the numbers by which every load chooses its strategy."""
+    kind = _memory(memory)
+    _within(staging, LEAST, 1 << 40, "--staging-bytes")
+    found = calibrate.run(kind, staging)
+    if as_json:
+        show_json({"version": 1, "machine": this_machine(device_name(kind)), "rates": found})
+        return
+    show([_rates(found)])
+
+
+def _rates(found: dict[str, Rates]) -> Table:
+    table = Table(title="what a load is charged with")
+    names = (
+        "path",
+        "a round, µs",
+        "a descriptor, µs",
+        "wire, GB/s",
+        "an answer, µs",
+        "a launch, µs",
+        "a run, ns",
+        "copying, GB/s",
+    )
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left")
+    for said, rates in found.items():
+        wire, copying = rates.wire, rates.scattering
+        table.add_row(
+            f"{rates.path}, {said}",
+            f"{1e6 * wire.round_s:.0f}",
+            f"{1e6 * wire.descriptor_s:.2f}",
+            f"{1e-9 / wire.byte_s:,.2f}",
+            f"{1e6 * wire.answer_s:.0f}",
+            f"{1e6 * copying.launch_s:.0f}",
+            f"{1e9 * copying.run_s:.2f}",
+            f"{1e-9 / max(copying.byte_s, 1e-15):,.2f}",
+        )
+    return table
+
+
+def _table(found: list[Cell], columns: list[str]) -> Table:
+    table = Table(title="scattered bytes by strategy: milliseconds, medians")
+    for i, name in enumerate(("request", "MB", "runs", *columns, "memcpy", "chosen", "× best", "bytes")):
+        table.add_column(name, justify="right" if i else "left")
+    for cell in found:
+        table.add_row(
+            f"{cell.scatter}, {strategies.length_of(cell)}",
+            f"{cell.bytes / 1e6:,.1f}",
+            f"{cell.runs:,}",
+            *(f"{1000 * cell.seconds[way]:,.2f}" if way in cell.seconds else "too long" for way in columns),
+            f"{1000 * cell.memcpy_seconds:,.2f}",
+            cell.chosen,
+            f"{cell.regret:.2f}",
+            "right" if cell.right else "WRONG",
+        )
+    return table
+
+
+def _read(path: Path) -> list[Cell]:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Measured)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise BenchError(f"--add {path}: not what `bench strategies --json` writes: {error}") from None
+    if not found.results:
+        raise BenchError(f"--add {path}: has no results")
+    return list(found.results)
+
+
+def _progress(count: int) -> Progress:
+    """A bar on standard error where somebody watches."""
+    columns = (TextColumn("moving"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+
+
+def _memory(text: str) -> MemoryKind:
+    if text not in ("dram", "vram"):
+        raise BenchError(f"--memory {text}: choose dram or vram")
+    return "vram" if text == "vram" else "dram"
+
+
+def _tokens(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) < 9 and 1 <= int(word) <= MAX_TOKENS for word in words):
+        raise BenchError(f"--tokens {text}: give numbers from 1 to {MAX_TOKENS:,} separated by commas, like 1000,16000")
+    return [int(word) for word in words]
+
+
+def _within(value: int, least: int, most: int, option: str) -> int:
+    if not least <= value <= most:
+        raise BenchError(f"{option} {value}: give a number from {least:,} to {most:,}")
+    return value

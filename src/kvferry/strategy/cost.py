@@ -1,0 +1,225 @@
+"""What a load would cost by each way, in seconds, from few numbers of the path and of the memory at its ends.
+
+    direct    a round, every descriptor, the bytes on the wire
+    packed    an answer; then gather, wire (a round for the bytes, one for the word) and scatter beside each other, by pieces
+    staged    every covering stretch, its bytes on the wire; the scatter of what is in them beside it
+    mapped    one launch, every run, the bytes
+
+Numbers are measured when a producer is met, or by `kvferry bench calibrate`, or they are a path's usual ones. Counts come from
+plans. Nothing here knows a layout, a layer or a block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvferry.plan import Plan, Tiles
+from kvferry.plan.columns import expanded
+from kvferry.plan.detour import Detour, Key
+from kvferry.strided import canonical
+from kvferry.transport.order import ascending
+
+Way = Literal["direct", "mapped", "packed", "staged"]
+WAYS: Final[tuple[Way, ...]] = ("direct", "mapped", "packed", "staged")
+
+
+class Wire(Struct, frozen=True):
+    """A path: seconds of a small read there and back, of every descriptor, of every byte; and until a producer has begun what
+    it was asked for."""
+
+    round_s: float
+    descriptor_s: float
+    byte_s: float
+    answer_s: float
+
+
+class Copying(Struct, frozen=True):
+    """Memory at an end: seconds of every launch, of every run, of every byte."""
+
+    launch_s: float
+    run_s: float
+    byte_s: float
+
+
+class Rates(Struct, frozen=True):
+    """`gathering` at the producer, `scattering` at the consumer."""
+
+    path: str
+    wire: Wire
+    gathering: Copying
+    scattering: Copying
+
+
+HOST: Final = Copying(20e-6, 8e-9, 1 / 1.8e9)
+DEVICE: Final = Copying(30e-6, 0.02e-9, 1 / 1.2e12)
+PINNED: Final = Copying(30e-6, 0.05e-9, 1 / 40e9)
+WIRES: Final[Mapping[str, Wire]] = {
+    "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 1.5e-3),
+    "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 1.5e-3),
+    "PCIe": Wire(60e-6, 6e-6, 1 / 45e9, 1.5e-3),
+    "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1.5e-3),
+    "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 1.0e-3),
+    "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3),
+}
+"""What a path usually costs, where nothing was measured. NVLink, PCIe and NIC are what vendors and others report: nobody has
+measured them here."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A load from one source: bytes, and contiguous runs once neighbours are merged."""
+
+    bytes: int
+    runs: int
+
+
+@dataclass(frozen=True)
+class Through:
+    """A load by way of staging: bytes of its runs and of staging, stretches on the wire of a staged one, runs on the way in and
+    on the way out."""
+
+    bytes: int
+    staged: int
+    gathered: int
+    scattered: int
+
+
+class Counter:
+    """A plan's runs from one source, ready to be counted for loads: per grain, and how many of them merge with those of the
+    next tile."""
+
+    def __init__(self, plan: Plan, source: int) -> None:
+        self._grains: dict[Key, tuple[int, int, int]] = {}
+        self._tiles: dict[Key, int] = {}
+        for i, edge in enumerate(plan.edges):
+            if edge.source != source:
+                continue
+            for level, grain in enumerate(edge.grains):
+                columns = expanded(grain.runs)
+                lanes = [canonical(((1 << 40, lane.block_stride), *lane.digits)) for lane in plan.lanes]
+                steps = np.array([one[0][1] if len(one) == 1 else -1 for one in lanes], np.int64)
+                dense = (steps[columns.src_lane] == columns.length) & (steps[columns.dst_lane] == columns.length)
+                self._grains[i, level] = int(columns.length.sum()), len(columns), int(dense.sum())
+                digits = plan.lanes[grain.runs[0].src_lane].digits, plan.lanes[grain.runs[0].dst_lane].digits
+                self._tiles[i, level] = max(int(np.prod([count for count, _ in one])) for one in digits)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of one tile of every grain together."""
+        return sum(size for size, _, _ in self._grains.values())
+
+    @property
+    def tile_runs(self) -> int:
+        return sum(runs for _, runs, _ in self._grains.values())
+
+    def count(self, tiles: Mapping[Key, Tiles]) -> Counts:
+        moved = runs = 0
+        mine = {key: tiles[key] for key in self._grains if key in tiles}
+        for key, found in (ascending(mine) if any(self._grains[key][2] for key in mine) else mine).items():
+            size, total, dense = self._grains[key]
+            count = len(found.src_block)
+            moved += size * count
+            runs += (total - dense) * count
+            if dense and count:
+                runs += dense * self._stretches(key, found)
+        return Counts(moved, runs)
+
+    def _stretches(self, key: Key, found: Tiles) -> int:
+        per_block = self._tiles[key]
+        src = found.src_block.astype(np.int64) * per_block + found.src_tile
+        dst = found.dst_block.astype(np.int64) * per_block + found.dst_tile
+        return 1 + int(((np.diff(src) != 1) | (np.diff(dst) != 1)).sum())
+
+
+def through(detour: Detour, tiles: Mapping[Key, Tiles]) -> Through:
+    counts = [len(tiles[part.key].src_block) if part.key in tiles else 0 for part in detour.parts]
+    pairs = list(zip(detour.parts, counts, strict=True))
+    return Through(
+        sum(part.bytes * count for part, count in pairs),
+        sum(part.size * count for part, count in pairs),
+        sum(part.gathered * count for part, count in pairs),
+        sum(part.scattered * count for part, count in pairs),
+    )
+
+
+def direct_s(load: Counts, rates: Rates) -> float:
+    return rates.wire.round_s + load.runs * rates.wire.descriptor_s + load.bytes * rates.wire.byte_s
+
+
+def mapped_s(load: Counts, rates: Rates) -> float:
+    """The copies cross the path, and are no faster than it is."""
+    copying = rates.scattering
+    return copied(copying, load.runs, 0) + load.bytes * max(copying.byte_s, rates.wire.byte_s)
+
+
+def copied(copying: Copying, runs: int, moved: int) -> float:
+    return copying.launch_s + runs * copying.run_s + moved * copying.byte_s
+
+
+def packed_s(load: Through, rates: Rates, piece: int, slots: int) -> float:
+    """The slowest of the three stages is what every further piece takes. A ring that is smaller than the load is waited for
+    once each time around."""
+    pieces = max(1, -(-load.staged // piece))
+    share = 1 / pieces
+    wire, gathering, scattering = rates.wire, rates.gathering, rates.scattering
+    stages = (
+        copied(gathering, 0, 0) + share * (load.gathered * gathering.run_s + load.bytes * gathering.byte_s),
+        2 * wire.round_s + wire.descriptor_s + share * load.staged * wire.byte_s,
+        copied(scattering, 0, 0) + share * (load.scattered * scattering.run_s + load.bytes * scattering.byte_s),
+    )
+    around = (pieces - 1) // slots
+    return wire.answer_s * (1 + around) + wire.round_s + sum(stages) + (pieces - 1) * max(stages)
+
+
+def staged_s(load: Through, rates: Rates, piece: int) -> float:
+    pieces = max(1, -(-load.staged // piece))
+    wire, scattering = rates.wire, rates.scattering
+    stages = (
+        wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
+        scattering.launch_s + (load.scattered * scattering.run_s + load.bytes * scattering.byte_s) / pieces,
+    )
+    return sum(stages) + (pieces - 1) * max(stages)
+
+
+def best(found: Mapping[Way, float]) -> Way:
+    """The cheapest; of equals the one that is named first."""
+    return min(found, key=lambda way: (found[way], WAYS.index(way)))
+
+
+def usual(path: str, gathering: Copying = HOST, scattering: Copying = HOST) -> Rates:
+    return Rates(path, WIRES[path], gathering, scattering)
+
+
+def of_path(name: str, device: bool) -> str:
+    """Which of the usual paths a transport speaks of."""
+    words = name.lower()
+    for said, path in _SAID:
+        if said in words:
+            return path
+    return "NVLink" if device else "NIC"
+
+
+_SAID: Final = (
+    ("tcp", "TCP"),
+    ("cuda ipc", "same GPU"),
+    ("shared memory", "shared memory"),
+    ("plain memory", "shared memory"),
+    ("mapped memory", "shared memory"),
+)
+
+
+def fitted(xs: Sequence[tuple[float, float]], ys: Sequence[float]) -> tuple[float, float]:
+    """Two factors by least squares of relative errors, none below zero: seconds of each of the first, and of the second."""
+    a, y = np.array(xs, float), np.array(ys, float)
+    one, other = np.linalg.lstsq(a / y[:, None], np.ones(len(y)), rcond=None)[0]
+    return max(0.0, float(one)), max(0.0, float(other))
+
+
+def with_wire(rates: Rates, wire: Wire) -> Rates:
+    return replace(rates, wire=wire)

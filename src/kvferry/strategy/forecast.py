@@ -1,0 +1,67 @@
+"""What a load would cost by each strategy over a path, before anybody is connected: from plans and the path's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvferry.errors import TransportError
+from kvferry.plan import Binder, Plan, Request, Tiles
+from kvferry.plan.detour import packed, staged
+from kvferry.strategy import cost
+from kvferry.strategy.cost import Counter, Rates, Way
+from kvferry.strategy.landing import piece_bytes
+from kvferry.strategy.staging import BUDGET, sized
+
+MAPPED: Final = ("same GPU", "NVLink", "PCIe", "shared memory")
+"""Paths inside one machine, where a producer's memory may be mapped."""
+USUAL: Final[Mapping[str, Rates]] = {
+    **{path: cost.usual(path, cost.DEVICE, cost.DEVICE) for path in ("same GPU", "NVLink", "PCIe", "NIC")},
+    **{path: cost.usual(path) for path in ("shared memory", "TCP")},
+}
+_PARTS: Final = 8
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of the slowest decode rank by each strategy, and the one that is chosen."""
+
+    path: str
+    seconds: Mapping[Way, float]
+    chosen: Way
+
+
+def forecasts(
+    plans: Sequence[Plan], request: Request, rates: Mapping[str, Rates] = USUAL, budget: int = BUDGET
+) -> tuple[Forecast, ...]:
+    loads = [(plan, Binder(plan).tiles(request)) for plan in plans]
+    return tuple(_forecast(name, found, loads, budget) for name, found in rates.items())
+
+
+def _forecast(name: str, rates: Rates, loads: Sequence[tuple[Plan, Mapping[tuple[int, int], Tiles]]], budget: int) -> Forecast:
+    ranks = []
+    for plan, tiles in loads:
+        sources = [_costs(plan, source, tiles, rates, budget) for source in range(len(plan.sources))]
+        ways = [way for way in cost.WAYS if all(way in found for found in sources)]
+        ranks.append({way: sum(found[way] for found in sources) for way in ways})
+    ways = [way for way in cost.WAYS if all(way in found for found in ranks)]
+    seconds = {way: max(found[way] for found in ranks) for way in ways}
+    return Forecast(name, seconds, cost.best(seconds))
+
+
+def _costs(plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rates: Rates, budget: int) -> dict[Way, float]:
+    slot, slots = sized(budget)
+    load = Counter(plan, source).count(tiles)
+    out: dict[Way, float] = {"direct": cost.direct_s(load, rates)}
+    if rates.path in MAPPED:
+        out["mapped"] = cost.mapped_s(load, rates)
+    gap = int(min(slot // _PARTS, rates.wire.descriptor_s / max(rates.wire.byte_s, 1e-15)))
+    try:
+        by_packing = cost.through(packed(plan, source, slot, slot // _PARTS), tiles)
+        out["packed"] = cost.packed_s(by_packing, rates, piece_bytes(by_packing.staged, slot), slots)
+        by_covering = cost.through(staged(plan, source, slot * slots, slot // _PARTS, gap), tiles)
+        out["staged"] = cost.staged_s(by_covering, rates, piece_bytes(by_covering.staged, slot))
+    except TransportError:
+        return out
+    return out

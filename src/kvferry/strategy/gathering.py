@@ -1,0 +1,319 @@
+"""The producer's part of `packed`: what consumers ask for is gathered into slots, in the order in which it was asked.
+
+    asked ──> queued ──> gathering ──> ready ──> free
+                 └───────────┴───────────┴──> free, when its time is up
+
+A slot's word is set when its gather is seen to be complete, and wiped before anything else is written there. Nobody waits for
+a consumer: what it does not fetch is taken from it when its time is up, and it finds that out by the word, which it reads
+again after the bytes.
+
+Everything here happens on the thread that takes in notifications, in the connector the ferry's, never the engine's. On a GPU
+the copies run on the mover's stream, beside whatever the engine has launched; on host memory that thread copies itself.
+
+Consumers introduce a plan by which they will ask, then ask by its digest: block by block, never by address. Whatever they say
+is checked: regions lie in registered storages, runs in regions, blocks in groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from kvferry.errors import KVFerryError, TransportError
+from kvferry.manifest.codec import MAX_ENCODED, decode
+from kvferry.manifest.schema import Index
+from kvferry.plan import Plan, Tiles
+from kvferry.plan.detour import MAX_PARTS
+from kvferry.strategy.movers import Mover, Ticket
+from kvferry.strategy.moves import Moves
+from kvferry.strategy.staging import SECRET, Boards, Offer, Secret, Slots, Staging
+from kvferry.strided import Ints, size
+from kvferry.transport.contract import Storage
+
+logger = logging.getLogger("kvferry.strategy")
+
+MARK: Final = b"kvferry packed 1\n"
+"""How messages of this strategy begin, so that other notifications are told from them."""
+SLOT_S: Final = 10.0
+"""How long a consumer may leave a slot, or its turn for one, unused."""
+MAX_RUNS: Final = 1 << 22
+MAX_PLANS: Final = 64
+MAX_QUEUED: Final = 4096
+_AT_A_TIME_S: Final = 0.002
+"""How long copies are begun before others who are read from this end get their turn."""
+
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Number = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Numbers = Annotated[bytes, Meta(max_length=1 << 26)]
+
+
+class Introduction(Struct, frozen=True, array_like=True, tag="plan"):
+    """A plan from this end's caches into one slot."""
+
+    secret: Secret
+    plan: Annotated[bytes, Meta(max_length=MAX_ENCODED)]
+
+
+class Ask(Struct, frozen=True, array_like=True, tag="ask"):
+    """Gather these tiles of an introduced plan into a slot, and set its word to the ticket: for each part its number, the
+    first block in the slot, and blocks and tiles here as 32-bit numbers; no tiles: the first of each block."""
+
+    secret: Secret
+    plan: Digest
+    ticket: Number
+    shares: Annotated[tuple[tuple[Index, Index, Numbers, Numbers], ...], Meta(max_length=MAX_PARTS)]
+
+
+class Free(Struct, frozen=True, array_like=True, tag="free"):
+    """Nothing more is read of what these tickets stand for."""
+
+    secret: Secret
+    tickets: Annotated[tuple[Number, ...], Meta(max_length=MAX_QUEUED)]
+
+
+Message = Introduction | Ask | Free
+
+
+def pack(message: Message) -> bytes:
+    return MARK + msgspec.msgpack.encode(message)
+
+
+def digest_of(plan: bytes) -> bytes:
+    return hashlib.sha256(plan).digest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A plan that was introduced, checked and prepared; for each part the blocks and tiles that there are, and room."""
+
+    moves: Moves
+    held: Any
+    blocks: tuple[int, ...]
+    tiles: tuple[int, ...]
+    rooms: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Order:
+    """`until` is when its time is up; `copies` are under way in `slot`, or complete if `ready`."""
+
+    ask: Ask
+    until: float
+    slot: int = -1
+    size: int = 0
+    copies: Ticket | None = None
+    ready: bool = False
+
+
+class Gathering:
+    """`storages` are those that may be gathered from: whoever registers more adds to them."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        boards: Boards,
+        mover: Mover,
+        storages: Sequence[Storage],
+        slot_s: float = SLOT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._staging, self._words, self._mover, self._storages = staging, boards.words, mover, storages
+        self._slot_s, self._clock = slot_s, clock
+        ring = staging.sending
+        board, secret = boards.storage.address, secrets.token_bytes(SECRET)
+        self.offer = Offer(ring.address, ring.memory, ring.device, staging.slot, staging.slots, board, secret)
+        self._slots = Slots(staging.slots)
+        self._plans: OrderedDict[bytes, _Known] = OrderedDict()
+        self._queue: deque[_Order] = deque()
+        self._orders: dict[int, _Order] = {}
+        self._leaving: list[_Order] = []
+        self.gathered = 0
+        self.refused = 0
+
+    @property
+    def free(self) -> int:
+        return self._slots.free
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for what happens here."""
+        return bool(self._orders or self._leaving)
+
+    def hear(self, data: bytes) -> None:
+        """Take in a consumer's message; one that is not right changes nothing, and is said to the log alone."""
+        try:
+            self._hear(data)
+        except (KVFerryError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+            self.refused += 1
+            level = logging.WARNING if self.refused & (self.refused - 1) == 0 else logging.DEBUG
+            logger.log(level, "%d. message of a consumer that cannot be served: %s", self.refused, error)
+
+    def _hear(self, data: bytes) -> None:
+        message = msgspec.msgpack.decode(data[len(MARK) :], type=Message)
+        if not hmac.compare_digest(message.secret, self.offer.secret):
+            raise TransportError("it does not know this end's secret: it is of another start, or nobody's")
+        if isinstance(message, Introduction):
+            self._introduce(message.plan)
+        elif isinstance(message, Free):
+            for ticket in message.tickets:
+                order = self._orders.pop(ticket, None)
+                if order is not None:
+                    self._end(order)
+        elif message.ticket not in self._orders:
+            if len(self._orders) >= MAX_QUEUED:
+                raise TransportError(f"{MAX_QUEUED:,} gathers are waiting already")
+            order = self._orders[message.ticket] = _Order(message, self._clock() + self._slot_s)
+            self._queue.append(order)
+
+    def _introduce(self, data: bytes) -> None:
+        digest = digest_of(data)
+        if digest in self._plans:
+            self._plans.move_to_end(digest)
+            return
+        plan = decode(data, Plan)
+        _checked(plan, self._storages, self._mover.memory, self._staging.slot)
+        moves = Moves(plan, 0, lambda index: plan.sources[0].regions[index].address, lambda _: self.offer.ring)
+        there = {group.id: group.blocks for group in plan.sources[0].groups}
+        known = _Known(
+            moves,
+            self._mover.prepare(moves),
+            tuple(there[edge.src_group] for edge in plan.edges),
+            tuple(min(size(plan.lanes[run.src_lane].digits) for run in edge.grains[0].runs) for edge in plan.edges),
+            tuple(plan.consumer.group(edge.dst_group).blocks for edge in plan.edges),
+        )
+        self._plans[digest] = known
+        while len(self._plans) > MAX_PLANS:
+            self._plans.popitem(last=False)
+
+    def step(self) -> None:
+        """Say what is complete, take back what nobody fetched, and begin what there is a slot for."""
+        if not self._orders and not self._leaving:
+            return
+        now = self._clock()
+        for order in self._leaving:
+            self._see(order)
+        self._leaving = [order for order in self._leaving if not self._gave_back(order)]
+        for ticket, order in tuple(self._orders.items()):
+            self._see(order)
+            if order.until <= now:
+                logger.info("a gather was asked for and not fetched within %g s; its slot is free again", self._slot_s)
+                del self._orders[ticket]
+                self._end(order)
+        while self._queue and self._slots.free:
+            self._begin(self._queue.popleft())
+            if self._clock() - now > _AT_A_TIME_S:
+                return
+
+    def _begin(self, order: _Order) -> None:
+        ticket = order.ask.ticket
+        if self._orders.get(ticket) is not order:
+            return
+        known = self._plans.get(order.ask.plan)
+        slot = self._slots.take()
+        if known is None or slot is None:
+            del self._orders[ticket]
+            if slot is not None:
+                self._slots.give(slot)
+            return
+        try:
+            bound = known.moves.bind(_tiles(order.ask, known), dst_shift=slot * self._staging.slot)
+            order.copies, order.slot, order.size = self._mover.start(known.held, bound), slot, bound.bytes
+        except TransportError as error:
+            del self._orders[ticket]
+            self._slots.give(slot)
+            logger.warning("what a consumer asks for cannot be gathered: %s", error)
+            return
+        self._see(order)
+
+    def _see(self, order: _Order) -> None:
+        """A word is set once, by whoever's copies are complete and all there, and only while they are wanted."""
+        if order.ready or order.copies is None or not order.copies.done:
+            return
+        order.ready, order.until = True, self._clock() + self._slot_s
+        if order.copies.moved != order.size:
+            logger.error("%d bytes of %d were gathered; report this", order.copies.moved, order.size)
+        elif self._orders.get(order.ask.ticket) is order:
+            self.gathered += order.size
+            self._words[order.slot] = order.ask.ticket
+
+    def _end(self, order: _Order) -> None:
+        if order.slot >= 0 and not self._gave_back(order):
+            self._leaving.append(order)
+
+    def _gave_back(self, order: _Order) -> bool:
+        """Whether its slot is free again: not before nothing can be written there any more, and the word is wiped."""
+        if order.copies is None or not order.copies.done:
+            return False
+        self._words[order.slot] = 0
+        self._slots.give(order.slot)
+        return True
+
+
+def _tiles(ask: Ask, known: _Known) -> dict[tuple[int, int], Tiles]:
+    out: dict[tuple[int, int], Tiles] = {}
+    for part, first, blocks, tiles in ask.shares:
+        if part >= len(known.blocks) or (part, 0) in out:
+            raise TransportError(f"part {part} of {len(known.blocks)}, or the same twice")
+        block = _numbers(blocks)
+        tile = _numbers(tiles) if tiles else np.zeros_like(block)
+        if len(tile) != len(block) or not len(block):
+            raise TransportError(f"{len(block)} blocks and {len(tile)} tiles")
+        lowest = min(block.min(), tile.min())
+        inside = lowest >= 0 and block.max() < known.blocks[part] and tile.max() < known.tiles[part]
+        if not inside or first + len(block) > known.rooms[part]:
+            raise TransportError(f"blocks or tiles of part {part} that are not there, or more than a slot holds")
+        here = np.arange(first, first + len(block), dtype=np.int64)
+        out[part, 0] = Tiles(block, tile, here, np.zeros_like(here))
+    return out
+
+
+def _numbers(data: bytes) -> Ints:
+    if len(data) % 4:
+        raise TransportError(f"{len(data)} bytes are no list of 32-bit numbers")
+    return np.frombuffer(data, np.int32).astype(np.int64)
+
+
+def _checked(plan: Plan, storages: Sequence[Storage], memory: str, slot: int) -> None:
+    """Raises TransportError for a plan that could lead anywhere but from registered memory into one slot; what its runs reach
+    inside their regions is looked at where they become tables."""
+    if len(plan.sources) != 1 or len(plan.consumer.regions) != 1 or plan.fills or not plan.edges:
+        raise TransportError("a plan leads from one rank into one slot")
+    source, staging = plan.sources[0], plan.consumer
+    if staging.regions[0].length > slot:
+        raise TransportError(f"{staging.regions[0].length:,} bytes do not fit a slot of {slot:,}")
+    for region in source.regions:
+        held = any(
+            s.address <= region.address
+            and region.address + region.length <= s.address + s.length
+            and (s.memory, s.device) == (region.memory, region.device)
+            for s in storages
+        )
+        if not held or region.memory != memory:
+            raise TransportError(f"region {region.name} lies in no memory that is gathered from here")
+    groups = {group.id for group in source.groups}, {group.id for group in staging.groups}
+    total = 0
+    for edge in plan.edges:
+        if edge.source or edge.src_group not in groups[0] or edge.dst_group not in groups[1] or len(edge.grains) != 1:
+            raise TransportError("an edge between groups that are not there")
+        if not edge.grains[0].runs:
+            raise TransportError("an edge without runs")
+        for run in edge.grains[0].runs:
+            lanes = max(run.src_lane, run.dst_lane) < len(plan.lanes)
+            if not lanes or run.src_region >= len(source.regions) or run.dst_region:
+                raise TransportError("a run in lanes or regions that are not there")
+            reach = run.length + sum((count - 1) * max(src, dst) for count, src, dst in run.repeats)
+            total += prod(count for count, _, _ in run.repeats)
+            if total > MAX_RUNS or reach > 1 << 50:
+                raise TransportError(f"more than {MAX_RUNS:,} runs")

@@ -1,0 +1,465 @@
+"""The consumer's part of `packed` and `staged`: what passes through the ring to land in, piece after piece.
+
+    packed    asked ──> (its ticket is on the board) reading ──> checking (the board again) ──> scattering ──> over
+    staged                                           reading ──────────────────────────────> scattering ──> over
+
+A piece has its slot here before it is asked for, and gives it back when it is over: what has been asked for waits for nobody
+else. The producer's slot is given back as soon as the board was read again. Bytes off the wire land in slots, never in a
+request's blocks: a read that fails is safe once its own copies have ended, and a slot that something may still land in is
+kept apart until the transport has let go of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from kvferry.errors import TransportError
+from kvferry.plan import Plan, Tiles
+from kvferry.plan.detour import Detour, Key, Piece, Pieces, tiles_here, tiles_there
+from kvferry.strategy.gathering import Ask, Free, Introduction, pack
+from kvferry.strategy.movers import Mover, Ticket
+from kvferry.strategy.moves import Moves
+from kvferry.strategy.staging import Boards, Offer, Slots, Staging, Words, board_plan, noting, pages, ring_plan
+from kvferry.transport.contract import Prepared, Read, State, Storage, Telemetry, Transport
+
+Way = Literal["packed", "staged"]
+
+TIMEOUT_S: Final = 30.0
+AGAIN_S: Final = 2.0
+"""After so long without an answer a producer is told once more what to gather, and by which plan: it may have forgotten it."""
+_TRIES: Final = 4
+_SHORTEST: Final = 1 << 19
+_SEVERAL: Final = 4
+
+
+def piece_bytes(staged: int, most: int) -> int:
+    """How long the pieces of a load are: so that a few follow each other, since they overlap, but not of next to nothing, since
+    each is asked for, read and checked by itself. A slot holds `most`."""
+    return min(most, max(_SHORTEST, -(-staged // _SEVERAL)))
+
+
+class _Stage(Enum):
+    ASKED = "asked"
+    READING = "reading"
+    CHECKING = "checking"
+    SCATTERING = "scattering"
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A piece under way in one slot here and, if it is packed, in slot `there` of the producer."""
+
+    piece: Piece
+    slot: int
+    stage: _Stage
+    ticket: int = 0
+    ask: Ask | None = None
+    asked_at: float = 0.0
+    tries: int = 1
+    there: int = -1
+    read: Read | None = None
+    after: int = 0
+    copies: Ticket | None = None
+    size: int = 0
+
+
+@dataclass(eq=False)
+class Source:
+    """A producer with a ring: its board as it was last read, by the `seen`th of the `begun` reads of it."""
+
+    peer: str
+    offer: Offer
+    note: int
+    ring: Prepared
+    board: Prepared
+    words: Words
+    begun: int = 0
+    seen: int = 0
+    looking: Read | None = None
+    introduced: set[bytes] = field(default_factory=set)
+    dropped: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Detoured:
+    """One way of a plan through staging. `wire` is what the transport prepared of a staged one, `plan` and `digest` are what a
+    packed one is asked by."""
+
+    way: Way
+    peer: str
+    detour: Detour
+    moves: Moves
+    held: Any
+    wire: Prepared | None = None
+    source: Source | None = None
+    plan: bytes = b""
+    digest: bytes = b""
+
+
+@dataclass(eq=False)
+class DetouredRead:
+    detoured: Detoured
+    tiles: Mapping[Key, Tiles]
+    pieces: Pieces
+    began: float
+    moved_at: float
+    room: int
+    notification: bytes = b""
+    flights: list[_Flight] = field(default_factory=list)
+    ended: float = 0.0
+    moved: int = 0
+    size: int = 0
+    runs: int = 0
+    posting_s: float = 0.0
+    state: State = State.RUNNING
+    error: str = ""
+
+    @property
+    def peer(self) -> str:
+        return self.detoured.peer
+
+    def fail(self, reason: str) -> None:
+        if self.state is State.RUNNING:
+            self.state, self.error = State.FAILED, f"peer {self.peer}: {self.detoured.way}: {reason}"
+
+
+class Landing:
+    """Pieces off `wire`; `mover` takes them out of the ring. `timeout_s`: how long a read may go without anything happening."""
+
+    def __init__(
+        self,
+        wire: Transport,
+        staging: Staging,
+        boards: Boards,
+        mover: Mover,
+        timeout_s: float = TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wire, self._staging, self._boards, self._mover = wire, staging, boards, mover
+        self._timeout_s, self._clock = timeout_s, clock
+        self._slots = Slots(staging.slots)
+        self._limbo: list[tuple[Read, int]] = []
+        self._looks: list[tuple[Read, int]] = []
+        self._freed: dict[Source, list[int]] = {}
+        self._running: set[DetouredRead] = set()
+        self._moved_at = clock()
+
+    @property
+    def free(self) -> int:
+        return self._slots.free
+
+    @property
+    def slots(self) -> int:
+        return self._slots.count
+
+    def borrow(self) -> int:
+        """A slot for something else; `give_back` it."""
+        slot = self._slots.take()
+        if slot is None:
+            raise TransportError("all slots are taken")
+        return slot
+
+    def give_back(self, slot: int, kept: list[Read]) -> None:
+        """Whatever is in `kept` may still land in the slot."""
+        if kept:
+            self._limbo += [(read, slot) for read in kept]
+        else:
+            self._slots.give(slot)
+
+    def room(self, offer: Offer) -> int:
+        """Bytes of a piece that fit a slot on either side."""
+        return min(offer.slot, self._staging.slot)
+
+    def meet(self, peer: str, offer: Offer) -> Source:
+        note = self._boards.take_note()
+        try:
+            ring = self._wire.prepare(ring_plan(offer, self._staging.landing), 0, peer)
+            board = self._wire.prepare(board_plan(offer, self._boards.notes), 0, peer)
+        except TransportError:
+            self._boards.give_note(note)
+            raise
+        return Source(peer, offer, note, ring, board, np.zeros(offer.slots, np.int64))
+
+    def leave(self, source: Source) -> None:
+        """Nothing more is read of a producer; its note is kept until nothing can land in it."""
+        source.dropped = True
+        self._freed.pop(source, None)
+        if source.looking is None:
+            self._boards.give_note(source.note)
+        else:
+            self._looks.append((source.looking, source.note))
+        self.tidy()
+
+    def scattering(self, plan: Plan, storages: list[Storage]) -> tuple[Moves, Any]:
+        """The way out of staging, for a mover; `plan` has it as its only source."""
+        kinds = {region.memory for region in plan.consumer.regions}
+        if kinds != {self._mover.memory}:
+            raise TransportError(f"caches lie in {', '.join(sorted(kinds))}, what is staged is copied in {self._mover.memory}")
+        ours = plan.consumer.regions
+        for region in ours:
+            stop = region.address + region.length
+            if not any(s.address <= region.address and stop <= s.address + s.length for s in storages):
+                raise TransportError(f"region {region.name} lies in no registered storage; register it first")
+        landing = self._staging.landing.address
+        moves = Moves(plan, 0, lambda _: landing, lambda index: ours[index].address)
+        return moves, self._mover.prepare(moves)
+
+    def introduce(self, detoured: Detoured) -> None:
+        source = detoured.source
+        if source is not None and detoured.digest not in source.introduced:
+            self._wire.notify(source.peer, pack(Introduction(source.offer.secret, detoured.plan)))
+            source.introduced.add(detoured.digest)
+
+    def read(self, detoured: Detoured, tiles: Mapping[Key, Tiles], notification: bytes) -> DetouredRead:
+        now = self._clock()
+        own = {part.key for part in detoured.detour.parts}
+        counts = {key: len(found.src_block) for key, found in tiles.items() if key in own}
+        parts = detoured.detour.parts
+        most = self._staging.slot if detoured.source is None else self.room(detoured.source.offer)
+        least = 2 * max((part.size for part in parts), default=0)
+        room = min(most, max(least, piece_bytes(sum(part.size * counts.get(part.key, 0) for part in parts), most)))
+        read = DetouredRead(detoured, tiles, Pieces(parts, counts), now, now, room, notification)
+        read.size = sum(part.bytes * counts.get(part.key, 0) for part in parts)
+        self._running.add(read)
+        self.poll(read)
+        read.posting_s = self._clock() - now
+        return read
+
+    def poll(self, read: DetouredRead) -> State:
+        """Moves the read on, and, where it waits for a slot, those that have one: nobody else may be asking after them."""
+        self._attempt(read)
+        if read.state is State.RUNNING and not read.flights:
+            for other in tuple(self._running - {read}):
+                self._attempt(other)
+            self._attempt(read)
+        return read.state
+
+    def _attempt(self, read: DetouredRead) -> None:
+        if read.state is State.RUNNING:
+            try:
+                self._advance(read)
+            except TransportError as error:
+                read.fail(str(error))
+        self._moved_at = max(self._moved_at, read.moved_at)
+        since = read.moved_at if read.flights else self._moved_at
+        if read.state is State.RUNNING and self._clock() - since > self._timeout_s:
+            waiting = sum(flight.stage is _Stage.ASKED for flight in read.flights)
+            what = f"it has not gathered {waiting} pieces that it was asked for" if waiting else "nothing arrived"
+            read.fail(f"{what} for {self._timeout_s:g} s: it is stopped, overloaded or unreachable")
+        if read.state is State.FAILED:
+            self._abandon(read)
+        if read.state is not State.RUNNING:
+            self._running.discard(read)
+
+    def _advance(self, read: DetouredRead) -> None:
+        """As far as it goes without waiting. For what was asked for the board is looked at once."""
+        looked = False
+        while read.state is State.RUNNING:
+            before = read.moved_at, len(read.flights), [flight.stage for flight in read.flights]
+            for flight in tuple(read.flights):
+                self._move(read, flight)
+            self._embark(read)
+            source = read.detoured.source
+            if source is not None:
+                urgent = any(flight.stage is _Stage.CHECKING for flight in read.flights)
+                asked = any(flight.stage is _Stage.ASKED for flight in read.flights)
+                if self._look(source, urgent or (asked and not looked)):
+                    looked = looked or not urgent
+                    continue
+            if before == (read.moved_at, len(read.flights), [flight.stage for flight in read.flights]):
+                break
+        if self._freed:
+            self._free_there()
+        if read.pieces.over and not read.flights and read.state is State.RUNNING:
+            read.ended = self._clock()
+            if read.moved == read.size:
+                read.state = State.DONE
+            else:
+                read.fail(f"{read.moved:,} bytes of {read.size:,} were copied; report this with both manifests")
+
+    def _look(self, source: Source, wanted: bool) -> bool:
+        """Whether the board was seen anew; begins to read it if it is wanted and nobody does."""
+        if source.looking is None:
+            if not wanted or source.dropped:
+                return False
+            source.begun += 1
+            source.looking = self._wire.read(source.board, noting(source.note))
+        state = self._wire.poll(source.looking)
+        if state is State.RUNNING:
+            return False
+        if state is State.FAILED:
+            raise TransportError(source.looking.error)
+        if not self._wire.release(source.looking):
+            return False
+        source.looking = None
+        source.words = self._boards.noted(source.note, source.offer.slots)
+        source.seen = source.begun
+        return True
+
+    def _embark(self, read: DetouredRead) -> None:
+        """Begin pieces while there are slots to land in, an equal share of them for every read that is under way."""
+        share = max(1, self._slots.count // max(1, len(self._running)))
+        while not read.pieces.over and len(read.flights) < share:
+            slot = self._slots.take()
+            if slot is None:
+                self.tidy()
+                return
+            try:
+                self._begin(read, slot)
+            except TransportError:
+                self._slots.give(slot)
+                raise
+
+    def _begin(self, read: DetouredRead, slot: int) -> None:
+        detoured, now = read.detoured, self._clock()
+        if detoured.source is None:
+            if detoured.wire is None:
+                raise TransportError(f"peer {read.peer}: {detoured.way} was not prepared")
+            piece = read.pieces.take(slot * self._staging.slot, read.room)
+            flight = _Flight(piece, slot, _Stage.READING)
+            flight.read = self._wire.read(detoured.wire, tiles_there(piece, detoured.detour.parts, read.tiles))
+        else:
+            piece = read.pieces.take(0, read.room)
+            flight = _Flight(piece, slot, _Stage.ASKED)
+            self._ask(read, flight, detoured.source)
+        read.flights.append(flight)
+        read.moved_at = now
+
+    def _ask(self, read: DetouredRead, flight: _Flight, source: Source) -> None:
+        found = tiles_there(flight.piece, read.detoured.detour.parts, read.tiles)
+        shares = [
+            (share.part, share.block, _numbers(tiles.src_block), _numbers(tiles.src_tile) if tiles.src_tile.any() else b"")
+            for share, tiles in zip(flight.piece.shares, found.values(), strict=True)
+        ]
+        flight.ticket = 1 + secrets.randbelow((1 << 63) - 1)
+        flight.ask = Ask(source.offer.secret, read.detoured.digest, flight.ticket, tuple(shares))
+        flight.asked_at = self._clock()
+        self._wire.notify(source.peer, pack(flight.ask))
+
+    def _move(self, read: DetouredRead, flight: _Flight) -> None:
+        source = read.detoured.source
+        if flight.stage is _Stage.ASKED and source is not None:
+            self._await(read, flight, source)
+        elif flight.stage is _Stage.READING and flight.read is not None:
+            state = self._wire.poll(flight.read)
+            if state is State.FAILED:
+                read.fail(flight.read.error)
+            elif state is State.DONE and self._told(read, flight.read):
+                flight.read, read.moved_at = None, self._clock()
+                if source is None:
+                    self._scatter(read, flight)
+                else:
+                    flight.stage, flight.after = _Stage.CHECKING, source.begun
+        elif flight.stage is _Stage.CHECKING and source is not None and source.seen > flight.after:
+            if source.words[flight.there] == flight.ticket:
+                self._freed.setdefault(source, []).append(flight.ticket)
+                self._scatter(read, flight)
+            else:
+                self._again(read, flight, source, "a slot was given to another while it was read")
+        elif flight.stage is _Stage.SCATTERING and flight.copies is not None and flight.copies.done:
+            read.moved += flight.copies.moved
+            read.moved_at = self._clock()
+            read.flights.remove(flight)
+            self._slots.give(flight.slot)
+
+    def _told(self, read: DetouredRead, wire: Read) -> bool:
+        """Note what the transport says of a read that is over, and let it go."""
+        found = self._wire.telemetry(wire)
+        if not self._wire.release(wire):
+            return False
+        read.runs += found.runs
+        return True
+
+    def _await(self, read: DetouredRead, flight: _Flight, source: Source) -> None:
+        at = np.flatnonzero(source.words == flight.ticket)
+        if len(at):
+            flight.there = int(at[0])
+            found = pages(source.offer, flight.there, self._staging.slot, flight.slot, flight.piece.stop)
+            flight.read = self._wire.read(source.ring, found)
+            flight.stage, read.moved_at = _Stage.READING, self._clock()
+        elif flight.ask is not None and self._clock() - flight.asked_at > AGAIN_S and flight.tries < _TRIES:
+            flight.tries += 1
+            flight.asked_at = self._clock()
+            source.introduced.discard(read.detoured.digest)
+            self.introduce(read.detoured)
+            self._wire.notify(source.peer, pack(flight.ask))
+
+    def _again(self, read: DetouredRead, flight: _Flight, source: Source, reason: str) -> None:
+        if flight.tries >= _TRIES:
+            read.fail(f"{reason}, {flight.tries} times; give the producer more staging_bytes")
+            return
+        flight.tries += 1
+        flight.stage = _Stage.ASKED
+        self._ask(read, flight, source)
+
+    def _scatter(self, read: DetouredRead, flight: _Flight) -> None:
+        """Out of the slot; of a packed piece the tables count from the slot's beginning."""
+        detoured = read.detoured
+        shift = flight.slot * self._staging.slot if detoured.source is not None else 0
+        bound = detoured.moves.bind(tiles_here(flight.piece, detoured.detour.parts, read.tiles), src_shift=shift)
+        flight.copies, flight.stage = self._mover.start(detoured.held, bound), _Stage.SCATTERING
+
+    def _free_there(self) -> None:
+        """Best effort: what a producer is not told of, it takes back when its time is up."""
+        freed, self._freed = self._freed, {}
+        for source, tickets in freed.items():
+            self._wire.notify(source.peer, pack(Free(source.offer.secret, tuple(tickets))))
+
+    def _abandon(self, read: DetouredRead) -> None:
+        """Give up what is on the wire; its slots are kept apart until nothing can land there."""
+        tickets = [flight.ticket for flight in read.flights if flight.ticket and flight.stage is not _Stage.SCATTERING]
+        for flight in tuple(read.flights):
+            if flight.stage is _Stage.SCATTERING:
+                if flight.copies is None or not flight.copies.done:
+                    continue
+                self._slots.give(flight.slot)
+            elif flight.read is None:
+                self._slots.give(flight.slot)
+            else:
+                self._limbo.append((flight.read, flight.slot))
+            read.flights.remove(flight)
+        source = read.detoured.source
+        if tickets and source is not None and not source.dropped:
+            try:
+                self._wire.notify(source.peer, pack(Free(source.offer.secret, tuple(tickets))))
+            except TransportError:
+                read.error += "; it cannot be told either"
+        self.tidy()
+
+    def release(self, read: DetouredRead) -> bool:
+        read.fail("the read was given up here")
+        self._running.discard(read)
+        if read.state is State.FAILED:
+            self._abandon(read)
+        return not read.flights
+
+    def tidy(self) -> None:
+        """Take back slots and notes that nothing can land in any more."""
+        if self._limbo:
+            kept = [(read, slot) for read, slot in self._limbo if not self._wire.release(read)]
+            for slot in {slot for _, slot in self._limbo} - {slot for _, slot in kept}:
+                self._slots.give(slot)
+            self._limbo = kept
+        if self._looks:
+            waiting, self._looks = self._looks, []
+            for look, note in waiting:
+                if self._wire.release(look):
+                    self._boards.give_note(note)
+                else:
+                    self._looks.append((look, note))
+
+    def telemetry(self, read: DetouredRead) -> Telemetry:
+        if read.state is not State.DONE:
+            raise TransportError(f"peer {read.peer}: telemetry is of a read that is done; this one is {read.state.value}")
+        return Telemetry(read.moved, read.runs, read.posting_s, read.ended - read.began)
+
+
+def _numbers(column: np.ndarray) -> bytes:
+    return column.astype(np.int32, copy=False).tobytes()

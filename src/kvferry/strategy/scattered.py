@@ -1,0 +1,352 @@
+"""A transport for scattered bytes: around one that pays for every descriptor, with staging at both ends.
+
+To whoever reads it is a transport like any other, with the same promises. Each load goes the way that costs least by the
+numbers of its path, out of those that were asked for: by descriptors (`direct`), gathered by the producer (`packed`), or
+covered and extracted here (`staged`). What cannot go by staging goes by descriptors, and that is said once.
+
+A process has both parts: others ask it to gather what it holds, and it lands what it reads. One thread calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvferry.errors import DecodeError, TransportError
+from kvferry.manifest.codec import encode
+from kvferry.manifest.schema import Group, Region, StatePaged
+from kvferry.plan import Edge, Grain, Lane, Plan, Run, Tiles
+from kvferry.plan.detour import packed, staged
+from kvferry.plan.schema import Side
+from kvferry.strategy import cost
+from kvferry.strategy.cost import Copying, Counter, Rates, Way, Wire
+from kvferry.strategy.gathering import MARK, SLOT_S, Gathering, digest_of
+from kvferry.strategy.landing import TIMEOUT_S, Detoured, DetouredRead, Landing, Source, piece_bytes
+from kvferry.strategy.movers import Mover
+from kvferry.strategy.probing import copying_of, probed
+from kvferry.strategy.staging import Boards, Offer, Staging
+from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport
+from kvferry.transport.metadata import encode_metadata, open_metadata
+
+logger = logging.getLogger("kvferry.strategy")
+
+_WORD: Final = 8
+"""A plan that reads a single run of no more bytes than this reads words, which are to be read where they stand."""
+_PARTS: Final = 8
+"""Tiles that are larger than this part of a slot are cut, so that little of a slot is left over."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Connection:
+    """A peer from when it was connected until it is forgotten."""
+
+    digest: bytes
+    offer: Offer | None
+
+
+@dataclass(frozen=True, eq=False)
+class ScatteredPrepared:
+    """The ways that a plan can go; `direct` is None where the transport cannot prepare it."""
+
+    peer: str
+    rows: int
+    direct: Prepared | None
+    detours: Mapping[Way, Detoured]
+    counter: Counter
+    rates: Rates
+    slots: tuple[int, int]
+    connection: _Connection
+    anywhere: bool = False
+
+    def costs(self, tiles: Mapping[tuple[int, int], Tiles]) -> dict[Way, float]:
+        """Seconds that the load would take by each way."""
+        out: dict[Way, float] = {}
+        slot, slots = self.slots
+        if self.direct is not None:
+            out["direct"] = cost.direct_s(self.counter.count(tiles), self.rates)
+        for way, found in self.detours.items():
+            load = cost.through(found.detour, tiles)
+            if way == "packed":
+                out[way] = cost.packed_s(load, self.rates, piece_bytes(load.staged, slot), slots)
+            else:
+                out[way] = cost.staged_s(load, self.rates, piece_bytes(load.staged, slot))
+        return out
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`ways`: those that are allowed; one alone is forced. `rates` of every path, `copying` at this end: instead of what is
+    measured."""
+
+    ways: tuple[Way, ...] = ("packed", "staged", "direct")
+    rates: Rates | None = None
+    copying: Copying | None = None
+    timeout_s: float = TIMEOUT_S
+    slot_s: float = SLOT_S
+
+
+class Scattered:
+    """`staging` and `mover` are of this end; they may be of another kind than the peers'."""
+
+    def __init__(
+        self,
+        wire: Transport,
+        staging: Staging,
+        mover: Mover,
+        settings: Settings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wire, self._settings, self._clock = wire, settings or Settings(), clock
+        self._storages: list[Storage] = []
+        boards = Boards(staging.slots)
+        self._staging = staging
+        self.gathering = Gathering(staging, boards, mover, self._storages, self._settings.slot_s, clock)
+        self.landing = Landing(wire, staging, boards, mover, self._settings.timeout_s, clock)
+        self._wire.register([staging.storage, boards.storage])
+        self._copying = self._settings.copying or cost.HOST
+        if self._settings.copying is None and self._settings.rates is None and self._settings.ways != ("direct",):
+            self._copying = copying_of(mover, staging.landing)
+        self._keep = boards
+        self._offers: dict[str, _Connection] = {}
+        self._sources: dict[str, Source] = {}
+        self._rates: dict[str, Rates] = {}
+        self._reads: set[DetouredRead] = set()
+        self._said: set[str] = set()
+        self.carried: Tally[str] = Tally()
+        self.closed = False
+
+    @property
+    def name(self) -> str:
+        return self._wire.name
+
+    @property
+    def hurried(self) -> bool:
+        """Whether somebody waits for what this end gathers."""
+        return self.gathering.busy
+
+    def register(self, storages: Sequence[Storage]) -> None:
+        self._wire.register(storages)
+        self._storages += storages
+
+    def metadata(self) -> bytes:
+        """The transport's own, and the ring: an end without staging reads it all the same."""
+        own = open_metadata(self._wire.metadata())
+        return encode_metadata(msgspec.structs.replace(own, more=msgspec.msgpack.encode(self.gathering.offer)))
+
+    def connect(self, metadata: bytes) -> str:
+        found = open_metadata(metadata)
+        before = self._offers.get(found.name)
+        if before is not None and before.digest != found.digest:
+            raise TransportError(f"peer {found.name} is connected with other metadata; forget it, then connect again")
+        try:
+            offer = msgspec.msgpack.decode(found.more, type=Offer) if found.more else None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+            raise TransportError(f"peer {found.name} does not say how it gathers ({error}); fetch its metadata again") from None
+        name = self._wire.connect(metadata)
+        if before is None:
+            self._offers[name] = _Connection(found.digest, offer)
+        return name
+
+    def prepare(self, plan: Plan, source: int, peer: str) -> Prepared:
+        """Every way that is allowed and possible. Reads of words are the transport's own."""
+        self._connected(peer)
+        counter = Counter(plan, source)
+        if (counter.tile_runs == 1 and counter.tile_bytes <= _WORD) or self._settings.ways == ("direct",):
+            return self._wire.prepare(plan, source, peer)
+        direct: Prepared | None = None
+        reason = "it is forced"
+        try:
+            direct = self._wire.prepare(plan, source, peer)
+        except TransportError as error:
+            reason = str(error)
+            self._reach(plan, source, peer)
+        detours: dict[Way, Detoured] = {}
+        for way in self._settings.ways:
+            if way not in ("packed", "staged"):
+                continue
+            try:
+                detours[way] = self._packed(plan, source, peer) if way == "packed" else self._staged(plan, source, peer)
+            except (TransportError, DecodeError) as error:
+                self._say(f"what is read of peer {peer} cannot go {way} ({error})")
+        if detours and "direct" not in self._settings.ways:
+            direct = None
+        if direct is None and not detours:
+            raise TransportError(f"peer {peer}: {reason}")
+        rates = self.rates(peer)
+        slots = self._staging.slot, self._staging.slots
+        rows = direct.rows if direct is not None else sum(len(found.moves.pieces) for found in detours.values())
+        return ScatteredPrepared(peer, rows, direct, detours, counter, rates, slots, self._connected(peer))
+
+    def _reach(self, plan: Plan, source: int, peer: str) -> None:
+        """Raises TransportError where the transport does not reach all of the peer's memory: then there is no way at all.
+        Else it is only that there are too many descriptors."""
+        regions = plan.sources[source].regions
+        kept = tuple(Run(i, 0, 0, i, 1, (), 0, 0) for i, region in enumerate(regions) if region.length)
+        group = Group(0, StatePaged(), 1, hashed=False)
+        landing = self._staging.landing
+        here = Region("landing", landing.length, landing.address, landing.memory, landing.device)
+        sides = [Side(plan.sources[source].identity, found, (group,)) for found in (regions, (here,))]
+        edge = Edge(0, 0, 0, 0, (Grain(0, kept),))
+        self._wire.prepare(Plan(sides[1], (sides[0],), (Lane(0, ()),), plan.needs, (edge,), ()), 0, peer)
+
+    def _packed(self, plan: Plan, source: int, peer: str) -> Detoured:
+        met = self._source(peer)
+        room = self.landing.room(met.offer)
+        detour = packed(plan, source, room, room // _PARTS)
+        encoded = encode(detour.there)
+        moves, held = self.landing.scattering(detour.here, self._storages)
+        out = Detoured("packed", peer, detour, moves, held, None, met, encoded, digest_of(encoded))
+        self.landing.introduce(out)
+        return out
+
+    def _staged(self, plan: Plan, source: int, peer: str) -> Detoured:
+        wire = self.rates(peer).wire
+        landing, slot = self._staging.landing, self._staging.slot
+        gap = int(min(slot // _PARTS, wire.descriptor_s / max(wire.byte_s, 1e-15)))
+        detour = staged(plan, source, landing.length, slot // _PARTS, gap)
+        region = detour.there.consumer.regions[0]
+        here = msgspec.structs.replace(region, address=landing.address, memory=landing.memory, device=landing.device)
+        consumer = msgspec.structs.replace(detour.there.consumer, regions=(here,))
+        there = msgspec.structs.replace(detour.there, consumer=consumer)
+        moves, held = self.landing.scattering(detour.here, self._storages)
+        return Detoured("staged", peer, detour, moves, held, self._wire.prepare(there, 0, peer))
+
+    def _source(self, peer: str) -> Source:
+        if peer not in self._sources:
+            offer = self._connected(peer).offer
+            if offer is None:
+                raise TransportError("it does not gather")
+            self._sources[peer] = self.landing.meet(peer, offer)
+        return self._sources[peer]
+
+    def rates(self, peer: str) -> Rates:
+        """What the path to a peer costs; found out by reading its ring, the first time."""
+        if self._settings.rates is not None:
+            return self._settings.rates
+        if peer not in self._rates:
+            copying = self._copying
+            try:
+                wire, path = self._probed(peer)
+            except TransportError as error:
+                self._say(f"what the path to peer {peer} costs is not known, usual numbers are taken ({error})")
+                device = self._staging.storage.memory == "vram"
+                path = cost.of_path(self._wire.path(peer).name, device)
+                wire = cost.WIRES[path]
+            self._rates[peer] = Rates(path, wire, copying, copying)
+        return self._rates[peer]
+
+    def _probed(self, peer: str) -> tuple[Wire, str]:
+        source, slot = self._source(peer), self.landing.borrow()
+        kept: list[Read] = []
+        try:
+            return probed(self._wire, source, self._staging, slot, kept, self._clock)
+        finally:
+            self.landing.give_back(slot, kept)
+
+    def read(self, prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> Read:
+        if not isinstance(prepared, ScatteredPrepared):
+            return self._wire.read(prepared, tiles, notification)
+        if self._connected(prepared.peer) is not prepared.connection:
+            raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
+        costs = prepared.costs(tiles)
+        way = cost.best(costs)
+        self._tell(prepared.peer, way, costs)
+        if way == "direct" and prepared.direct is not None:
+            self.carried[way] += 1
+            return self._wire.read(prepared.direct, tiles, notification)
+        read = self.landing.read(prepared.detours[way], tiles, notification)
+        self._reads.add(read)
+        self.carried[way] += 1
+        self._notify_if_done(read)
+        return read
+
+    def _connected(self, peer: str) -> _Connection:
+        if peer not in self._offers:
+            raise TransportError(f"peer {peer} is not connected; connect with its metadata first")
+        return self._offers[peer]
+
+    def _tell(self, peer: str, way: Way, costs: Mapping[Way, float]) -> None:
+        others = ", ".join(f"{other} {1000 * seconds:.2f} ms" for other, seconds in sorted(costs.items(), key=lambda o: o[1]))
+        words = f"peer {peer} is read {way}"
+        if words not in self._said:
+            self._said.add(words)
+            logger.info("%s: the first such load would take %s", words, others)
+
+    def _say(self, words: str) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            logger.info("%s", words)
+
+    def poll(self, read: Read) -> State:
+        if not isinstance(read, DetouredRead):
+            return self._wire.poll(read)
+        if read.state is State.RUNNING:
+            self.landing.poll(read)
+        self._notify_if_done(read)
+        return read.state
+
+    def _notify_if_done(self, read: DetouredRead) -> None:
+        if read.state is not State.DONE or not read.notification:
+            return
+        notification, read.notification = read.notification, b""
+        try:
+            self._wire.notify(read.peer, notification)
+        except TransportError as error:
+            read.state = State.RUNNING
+            read.fail(f"all bytes arrived, but it cannot be notified: {error}")
+
+    def telemetry(self, read: Read) -> Telemetry:
+        return self.landing.telemetry(read) if isinstance(read, DetouredRead) else self._wire.telemetry(read)
+
+    def release(self, read: Read) -> bool:
+        if not isinstance(read, DetouredRead):
+            return self._wire.release(read)
+        if not self.landing.release(read):
+            return False
+        self._reads.discard(read)
+        return True
+
+    def notify(self, peer: str, message: bytes) -> None:
+        self._wire.notify(peer, message)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Those that are not about gathering; that is done meanwhile."""
+        out = []
+        for sender, message in self._wire.notifications():
+            if message.startswith(MARK):
+                self.gathering.hear(message)
+            else:
+                out.append((sender, message))
+        self.gathering.step()
+        self.landing.tidy()
+        return out
+
+    def path(self, peer: str) -> Path:
+        return self._wire.path(peer)
+
+    def forget(self, peer: str) -> None:
+        """A peer that lives learns which of its slots are free, while there is still a way to tell it."""
+        for read in self._reads:
+            if read.peer == peer:
+                read.fail("it was forgotten here")
+                self.landing.release(read)
+        self._offers.pop(peer, None)
+        self._rates.pop(peer, None)
+        source = self._sources.pop(peer, None)
+        if source is not None:
+            source.dropped = True
+        self._wire.forget(peer)
+        if source is not None:
+            self.landing.leave(source)
+
+    def close(self) -> None:
+        for read in self._reads:
+            read.fail("this end was closed")
+        self.closed = True
+        self._wire.close()

@@ -1,0 +1,174 @@
+"""Memory that scattered bytes pass through: a ring of slots to send from, one to land in, and words that say what is in a slot.
+
+The two rings have equal slots and share a budget that is never exceeded. They lie on the device or in host memory. The words
+always lie in host memory: a slot's word is the ticket of what was gathered into it, from when that is complete until the slot
+is given to something else. Whoever reads a slot reads the board of words before, to find its ticket, and again after.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
+
+from kvferry.errors import TransportError
+from kvferry.manifest.schema import FULL, Address, Group, Identity, Index, Region, StatePaged
+from kvferry.plan import Plan, Tiles
+from kvferry.plan.schema import Edge, Grain, Lane, Need, Run, Side
+from kvferry.transport.contract import Storage
+
+PAGE: Final = 1 << 14
+"""Slots are read by pages, those that follow each other as one descriptor."""
+LEAST: Final = 4 * PAGE
+BUDGET: Final = 256 << 20
+SLOT: Final = 8 << 20
+"""The longest that a slot is: a piece is gathered while others are on the wire, so that there should be several."""
+_SEVERAL: Final = 8
+_MOST_SLOTS: Final = 512
+_WORD: Final = 8
+_NOTE: Final = _MOST_SLOTS * _WORD
+_NOTES: Final = 64
+"""Producers whose boards there is room for."""
+
+Words = npt.NDArray[np.int64]
+Memory = Literal["dram", "vram"]
+SECRET: Final = 16
+Secret = Annotated[bytes, Meta(min_length=SECRET, max_length=SECRET)]
+
+
+class Offer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What consumers must know of a producer's ring. Who knows the secret could read all that is gathered here anyway."""
+
+    ring: Address
+    memory: Memory
+    device: Index
+    slot: Annotated[int, Meta(ge=PAGE, multiple_of=PAGE, le=1 << 40)]
+    slots: Annotated[int, Meta(ge=1, le=_MOST_SLOTS)]
+    board: Address
+    secret: Secret
+
+
+@dataclass(frozen=True, eq=False)
+class Staging:
+    """Both rings in one storage, the ring to send from first; `keep` is whatever owns the memory."""
+
+    storage: Storage
+    slot: int
+    slots: int
+    keep: Any = None
+
+    @property
+    def sending(self) -> Storage:
+        return self._half(0)
+
+    @property
+    def landing(self) -> Storage:
+        return self._half(1)
+
+    def _half(self, index: int) -> Storage:
+        length = self.slot * self.slots
+        return Storage(self.storage.address + index * length, length, self.storage.memory, self.storage.device)
+
+
+def sized(budget: int) -> tuple[int, int]:
+    """Bytes of a slot, and slots of either ring, so that both rings together stay within a budget."""
+    if budget < LEAST:
+        raise TransportError(f"{budget:,} bytes of staging are too few: give {LEAST:,} at least")
+    half = budget // 2
+    slot = max(min(SLOT, half // _SEVERAL), half // _MOST_SLOTS, PAGE) // PAGE * PAGE
+    return slot, min(half // slot, _MOST_SLOTS)
+
+
+def host_staging(budget: int = BUDGET) -> Staging:
+    slot, slots = sized(budget)
+    memory = np.empty(2 * slot * slots + PAGE, np.uint8)
+    memory.fill(0)  # Pages that nobody has touched yet would cost the first loads more than their bytes.
+    address = int(memory.ctypes.data)
+    return Staging(Storage(address + -address % PAGE, 2 * slot * slots), slot, slots, memory)
+
+
+class Slots:
+    """Which slots of a ring are free. One whose bytes may still be written to is kept until that is over."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = deque(range(count))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        return self._free.popleft() if self._free else None
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+
+class Boards:
+    """The words of this end's slots, and notes of others' words."""
+
+    def __init__(self, slots: int) -> None:
+        self._memory: Words = np.zeros(_MOST_SLOTS * (1 + _NOTES), np.int64)
+        self.words = self._memory[:slots]
+        self._notes = deque(range(_NOTES))
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(int(self._memory.ctypes.data), self._memory.nbytes)
+
+    @property
+    def notes(self) -> Region:
+        return Region("notes", _NOTES * _NOTE, self.storage.address + _NOTE)
+
+    def take_note(self) -> int:
+        if not self._notes:
+            raise TransportError(f"{_NOTES} producers with staging are connected already")
+        return self._notes.popleft()
+
+    def give_note(self, note: int) -> None:
+        self._notes.append(note)
+
+    def noted(self, note: int, slots: int) -> Words:
+        return self._memory[(1 + note) * _MOST_SLOTS :][:slots].copy()
+
+
+def ring_plan(offer: Offer, landing: Storage) -> Plan:
+    """Pages of a producer's ring into pages of the ring to land in."""
+    there = Region("ring", offer.slot * offer.slots, offer.ring, offer.memory, offer.device)
+    here = Region("landing", landing.length, landing.address, landing.memory, landing.device)
+    return paged(there, here, PAGE, (PAGE, there.length // PAGE), (PAGE, here.length // PAGE))
+
+
+def pages(offer: Offer, slot: int, own_slot: int, own: int, length: int) -> dict[tuple[int, int], Tiles]:
+    """The first `length` bytes of a producer's slot, into slot `own` of the ring to land in, whose slots have `own_slot`."""
+    at = np.arange(-(-length // PAGE), dtype=np.int64)
+    zeros = np.zeros_like(at)
+    return {(0, 0): Tiles(at + slot * (offer.slot // PAGE), zeros, at + own * (own_slot // PAGE), zeros)}
+
+
+def board_plan(offer: Offer, notes: Region) -> Plan:
+    """A producer's whole board into one of the notes, which are the blocks here."""
+    length = offer.slots * _WORD
+    return paged(Region("board", length, offer.board), notes, length, (length, 1), (_NOTE, _NOTES))
+
+
+def noting(note: int) -> dict[tuple[int, int], Tiles]:
+    at, zero = np.array([note], np.int64), np.zeros(1, np.int64)
+    return {(0, 0): Tiles(zero, zero, at, zero)}
+
+
+def paged(there: Region, here: Region, length: int, src: tuple[int, int], dst: tuple[int, int]) -> Plan:
+    """Runs of `length` bytes between blocks that lie so far apart, and are so many, on either side."""
+    sides = [
+        Side(Identity("staging", "1", "staging"), (region,), (Group(0, StatePaged(), blocks, hashed=False),))
+        for region, (_, blocks) in ((there, src), (here, dst))
+    ]
+    run = Run(0, 0, 0, 0, length, (), 0, 1)
+    lanes = (Lane(src[0], ()), Lane(dst[0], ()))
+    need = Need(FULL, 0, False, 0, ("staging",))
+    return Plan(sides[1], (sides[0],), lanes, (need,), (Edge(0, 0, 0, 0, (Grain(0, (run,)),)),), ())

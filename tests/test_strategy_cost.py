@@ -1,0 +1,122 @@
+"""The cost model: its counts against runs that are really there, and what it chooses where there is no doubt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracle
+from ferrying import manifests_of, request_of
+from kvferry.models import Side, load_model
+from kvferry.plan import Binder, Fleet, Request, make_plans
+from kvferry.plan.detour import packed, staged
+from kvferry.strategy import HostMover, cost
+from kvferry.strategy.cost import Copying, Counter, Counts, Rates, Through, Wire
+from kvferry.strategy.forecast import USUAL, forecasts
+from kvferry.strategy.probing import copying_of
+from kvferry.strategy.staging import host_staging
+from test_transfer_properties import cases
+from transport_suite import dense_case, model_case
+
+DEPTH = settings().max_examples // 100
+ONE = Rates("NIC", Wire(1.0, 1.0, 1.0, 1.0), Copying(1.0, 1.0, 1.0), Copying(1.0, 1.0, 1.0))
+
+
+@settings(max_examples=40 * DEPTH)
+@given(cases())
+def test_bytes_and_runs_are_those_that_binding_finds(case: oracle.Case) -> None:
+    """Neighbours that only merge across grains or layers may be counted apart."""
+    producers, consumers = manifests_of(case)
+    request = request_of(case)
+    for plan in make_plans(consumers, Fleet(producers)):
+        binder = Binder(plan)
+        bound, tiles = binder.bind(request), binder.tiles(request)
+        for source, copies in enumerate(bound.copies):
+            found = Counter(plan, source).count(tiles)
+            assert found.bytes == copies.bytes
+            assert found.runs >= len(copies)
+            for detour in (packed(plan, source, 1 << 20, 1 << 17), staged(plan, source, 1 << 20, 1 << 17, 128)):
+                load = cost.through(detour, tiles)
+                assert load.bytes == copies.bytes <= load.staged or not copies.bytes
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_blocks_that_follow_each_other_are_one_run(scattered: bool) -> None:
+    case = dense_case(layers=3, blocks=16, scattered=scattered)
+    plan = make_plans(case.consumers, Fleet(case.producers))[0]
+    runs = Counter(plan, 0).count(Binder(plan).tiles(case.request)).runs
+    assert runs == (24 if scattered else 3)
+
+
+def test_descending_blocks_are_one_run_too() -> None:
+    case = dense_case(layers=3, blocks=16)
+    plan = make_plans(case.consumers, Fleet(case.producers))[0]
+    down = list(range(16))[::-1]
+    assert Counter(plan, 0).count(Binder(plan).tiles(Request(256, {0: down}, {0: down}))).runs == 3
+
+
+def test_every_number_is_charged_for() -> None:
+    assert cost.direct_s(Counts(10, 3), ONE) == 1 + 3 + 10
+    assert cost.mapped_s(Counts(10, 3), ONE) == 1 + 3 + 10
+    load = Through(bytes=8, staged=10, gathered=2, scattered=3)
+    assert cost.packed_s(load, ONE, 10, 4) == 1 + 1 + (1 + 2 + 8) + (2 + 1 + 10) + (1 + 3 + 8)
+    assert cost.staged_s(load, ONE, 10) == (1 + 2 + 10) + (1 + 3 + 8)
+
+
+def test_pieces_overlap_and_a_small_ring_is_waited_for() -> None:
+    load = Through(bytes=1000, staged=1000, gathered=10, scattered=10)
+    alone = cost.packed_s(load, ONE, 1000, 8)
+    several = cost.packed_s(load, ONE, 250, 8)
+    assert several < alone
+    assert cost.packed_s(load, ONE, 250, 1) > several
+
+
+def chosen(model: str, prefill: str, decode: str, path: str, tokens: int = 4000) -> str:
+    from kvferry.cli.plan import Shown
+
+    shown = Shown(load_model(model), Side.parse(prefill), Side.parse(decode), tokens)
+    return {found.path: found.chosen for found in shown.forecasts}[path]
+
+
+@pytest.mark.parametrize("path", ["NIC", "shared memory", "TCP"])
+def test_few_long_runs_are_read_by_descriptors(path: str) -> None:
+    assert chosen("llama-3.1-8b", "tp=1", "tp=1", path) == "direct"
+
+
+@pytest.mark.parametrize("path", USUAL)
+def test_what_is_scattered_by_tokens_is_not(path: str) -> None:
+    assert chosen("llama-3.1-8b", "tp=1,layout=token", "tp=2", path, 1000) != "direct"
+
+
+def test_memory_that_can_be_mapped_is_on_a_device() -> None:
+    for path in ("same GPU", "NVLink"):
+        assert chosen("llama-3.1-8b", "tp=1,layout=token", "tp=2", path, 1000) == "mapped"
+
+
+def test_every_path_has_a_forecast_for_every_way() -> None:
+    case = model_case("synthetic-12", "tp=2", "tp=3")
+    plans = make_plans(case.consumers, Fleet(case.producers))
+    for found in forecasts(plans, case.request):
+        assert {"direct", "packed", "staged"} <= set(found.seconds)
+        assert found.seconds[found.chosen] == min(found.seconds.values())
+
+
+@given(st.floats(1e-9, 1e-6), st.floats(1e-11, 1e-8))
+def test_two_factors_are_found_again(run_s: float, byte_s: float) -> None:
+    xs = [(1000.0, 4000.0), (100.0, 1e5), (4.0, 1e6)]
+    found = cost.fitted(xs, [runs * run_s + moved * byte_s for runs, moved in xs])
+    assert np.allclose(found, (run_s, byte_s), rtol=1e-3)
+
+
+def test_what_copies_cost_is_found_out_without_touching_what_lies_beside_the_ring() -> None:
+    staging = host_staging(1 << 20)
+    sending = np.ctypeslib.as_array(
+        (np.ctypeslib.ctypes.c_uint8 * staging.sending.length).from_address(staging.sending.address)
+    )
+    sending[:] = 7
+    found = copying_of(HostMover(), staging.landing)
+    assert found.launch_s > 0
+    assert found.run_s > 0 or found.byte_s > 0
+    assert (sending == 7).all()

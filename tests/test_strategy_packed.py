@@ -1,0 +1,539 @@
+"""Packed reads when something goes wrong: nothing wrong is accepted, and every slot comes back. Time is the test's."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvferry.errors import TransportError
+from kvferry.manifest.codec import decode, encode
+from kvferry.plan import Binder, Fleet, Plan, Request, Tiles, make_plans
+from kvferry.session import Words
+from kvferry.session.reference import Lease
+from kvferry.strategy import HostMover
+from kvferry.strategy.cost import Way, usual
+from kvferry.strategy.gathering import MARK, SLOT_S, Ask, Free, Introduction, pack
+from kvferry.strategy.landing import AGAIN_S, DetouredRead
+from kvferry.strategy.movers import Over, Ticket
+from kvferry.strategy.moves import Bound
+from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings
+from kvferry.strategy.staging import LEAST, PAGE, host_staging, sized
+from kvferry.strided import Ints
+from kvferry.transport import Harbour, InProcessTransport, State
+from kvferry.transport.faults import Delay, LateLanding
+from transport_peer import Rank, allocated
+from transport_suite import Case, dense_case, model_case
+
+RATES = usual("shared memory")
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Late:
+    """Copies that end when the test says so, and that may have moved too little."""
+
+    moved: int
+    done: bool = False
+    seconds: float = 0.0
+
+
+@dataclass
+class LateMover(HostMover):
+    """Copies at once and says so later."""
+
+    late: bool = False
+    short: int = 0
+    tickets: list[Late] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def start(self, prepared: Ints, bound: Bound) -> Ticket:
+        over = super().start(prepared, bound)
+        if not self.late:
+            return Over(over.moved - self.short)
+        self.tickets.append(Late(over.moved - self.short))
+        return self.tickets[-1]
+
+
+@dataclass
+class World:
+    """A producer, and consumers of the same case, in one process."""
+
+    case: Case
+    harbour: Harbour
+    clock: Clock
+    there: Rank
+    source: Scattered
+    gatherer: LateMover
+    plan: Plan
+    here: Rank
+    wire: InProcessTransport
+    target: Scattered
+    scatterer: LateMover
+    expected: list[np.ndarray]
+
+    def prepare(self, target: Scattered | None = None) -> ScatteredPrepared:
+        one = target or self.target
+        prepared = one.prepare(self.plan, 0, one.connect(self.source.metadata()))
+        assert isinstance(prepared, ScatteredPrepared)
+        return prepared
+
+    @property
+    def tiles(self) -> dict[tuple[int, int], Tiles]:
+        return Binder(self.plan).tiles(self.case.request)
+
+    def read(self, prepared: ScatteredPrepared | None = None, notification: bytes = b"") -> DetouredRead:
+        read = self.target.read(prepared or self.prepare(), self.tiles, notification)
+        assert isinstance(read, DetouredRead)
+        return read
+
+    def another(self, budget: int = 1 << 17) -> Scattered:
+        """A consumer of the same blocks."""
+        out = Scattered(
+            InProcessTransport("e", self.harbour, clock=self.clock), host_staging(budget), HostMover(), forced(), self.clock
+        )
+        out.register(self.here.storages)
+        return out
+
+    def turn(self, reads: Sequence[DetouredRead], times: int = 1, target: Scattered | None = None) -> list[State]:
+        for _ in range(times):
+            self.source.notifications()
+            for read in reads:
+                (target or self.target).poll(read)
+        return [read.state for read in reads]
+
+    def finish(self, *reads: DetouredRead) -> list[State]:
+        for _ in range(2000):
+            if State.RUNNING not in self.turn(reads):
+                break
+        return [read.state for read in reads]
+
+    @property
+    def right(self) -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(self.here.buffers, self.expected, strict=True))
+
+    @property
+    def untouched(self) -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(self.here.buffers, self.before, strict=True))
+
+    @property
+    def before(self) -> list[np.ndarray]:
+        return allocated(self.case.consumers, 2)[0].buffers
+
+    def all_back(self) -> bool:
+        self.target.notifications()
+        self.source.notifications()
+        landing, gathering = self.target.landing, self.source.gathering
+        return landing.free == landing.slots and gathering.free == len(gathering._words) and not gathering._words.any()
+
+
+def forced(way: Way = "packed", timeout_s: float = 30.0) -> Settings:
+    return Settings((way,), RATES, timeout_s=timeout_s)
+
+
+def world(
+    case: Case | None = None, way: Way = "packed", budgets: tuple[int, int] = (1 << 17, 1 << 17), timeout_s: float = 30.0
+) -> World:
+    case = case or model_case("synthetic-12", "tp=1,layout=token", "tp=2")
+    harbour, clock = Harbour(), Clock()
+    there, here = allocated(case.producers, 1)[0], allocated(case.consumers, 2)[0]
+    gatherer, scatterer = LateMover(), LateMover()
+    wires = [InProcessTransport(name, harbour, clock=clock, timeout_s=timeout_s) for name in "pd"]
+    settings_ = forced(way, timeout_s)
+    source = Scattered(wires[0], host_staging(budgets[0]), gatherer, settings_, clock)
+    source.register(there.storages)
+    target = Scattered(wires[1], host_staging(budgets[1]), scatterer, settings_, clock)
+    target.register(here.storages)
+    plan = make_plans([here.manifest], Fleet([there.manifest]))[0]
+    expected = [buffer.copy() for buffer in here.buffers]
+    found = Binder(plan).bind(case.request).copies[0]
+    columns = (found.src_region, found.src_offset, found.dst_region, found.dst_offset, found.length)
+    for sr, so, dr, do, n in zip(*(c.tolist() for c in columns), strict=True):
+        expected[dr][do : do + n] = there.buffers[sr][so : so + n]
+    return World(case, harbour, clock, there, source, gatherer, plan, here, wires[1], target, scatterer, expected)
+
+
+@pytest.mark.parametrize("way", ["packed", "staged"])
+@pytest.mark.parametrize("budget", [LEAST, LEAST + PAGE, 1 << 18, 1 << 23])
+def test_a_load_arrives_whatever_the_budget_and_all_slots_come_back(way: Way, budget: int) -> None:
+    made = world(way=way, budgets=(budget, LEAST))
+    read = made.read(notification=b"done")
+    for _ in range(200):
+        if made.target.poll(read) is State.DONE:
+            break
+        assert made.source.notifications() == []
+    assert read.state is State.DONE
+    assert made.right
+    assert made.target.telemetry(read).bytes == Binder(made.plan).bind(made.case.request).bytes
+    assert made.target.carried == {way: 1}
+    assert made.target.release(read)
+    assert made.source.notifications() == [(made.target.name, b"done")]
+    assert made.all_back()
+
+
+@pytest.mark.parametrize("budget", [LEAST, 100_000, 1 << 20, 3 << 20, 1 << 30, 40 << 30])
+def test_both_rings_together_stay_within_the_budget(budget: int) -> None:
+    slot, slots = sized(budget)
+    assert 2 * slot * slots <= budget
+    assert slot % PAGE == 0
+    assert 2 <= slots <= 512
+
+
+def test_too_small_a_budget_is_refused() -> None:
+    with pytest.raises(TransportError, match="give 65,536 at least"):
+        host_staging(LEAST - 1)
+
+
+def test_64_loads_at_once_through_a_ring_that_is_smaller_than_one_of_them() -> None:
+    made = world(budgets=(LEAST, LEAST))
+    prepared = made.prepare()
+    assert Binder(made.plan).bind(made.case.request).bytes > 2 * made.target.landing.slots * PAGE
+    reads = [made.read(prepared) for _ in range(64)]
+    assert made.finish(*reads) == [State.DONE] * 64
+    assert made.right
+    assert all(made.target.release(read) for read in reads)
+    assert made.all_back()
+
+
+def test_a_read_that_alone_is_asked_after_ends_though_others_hold_all_slots() -> None:
+    made = world(budgets=(LEAST, LEAST))
+    prepared = made.prepare()
+    reads = [made.read(prepared) for _ in range(9)]
+    last = reads[-1]
+    for _ in range(500):
+        made.turn([last])
+    assert last.state is State.DONE
+
+
+def test_a_word_is_set_when_the_gather_is_complete_and_not_before() -> None:
+    made = world()
+    made.gatherer.late = True
+    read = made.read()
+    made.turn([read], 5)
+    assert not made.source.gathering._words.any()
+    assert made.untouched
+    made.gatherer.late = False
+    for ticket in made.gatherer.tickets:
+        ticket.done = True
+    assert made.finish(read) == [State.DONE]
+    assert made.right
+
+
+def test_a_gather_that_moved_too_little_is_never_offered() -> None:
+    made = world(timeout_s=5.0)
+    made.gatherer.short = 1
+    read = made.read()
+    made.turn([read], 5)
+    assert not made.source.gathering._words.any()
+    made.clock.now += 6
+    assert made.turn([read]) == [State.FAILED]
+    assert "it has not gathered" in read.error
+    assert made.target.release(read)
+    assert made.untouched
+
+
+def test_a_scatter_that_moved_too_little_is_no_load() -> None:
+    made = world()
+    made.scatterer.short = 1
+    read = made.read(notification=b"never")
+    assert made.finish(read) == [State.FAILED]
+    assert "were copied; report this" in read.error
+    assert made.source.notifications() == []
+    assert made.target.release(read)
+    assert made.all_back()
+
+
+def test_a_consumer_that_dies_holding_slots_holds_none_when_its_time_is_up() -> None:
+    made = world()
+    other = made.another()
+    dead = other.read(made.prepare(other), made.tiles)
+    made.source.notifications()
+    assert made.source.gathering.free == 0
+    assert made.source.gathering._words.all()
+    made.harbour.kill(other.name)
+    read = made.read()
+    made.turn([read], 5)
+    assert read.state is State.RUNNING
+    made.clock.now += SLOT_S
+    made.source.notifications()
+    assert made.finish(read) == [State.DONE]
+    assert made.right
+    made.clock.now += SLOT_S
+    assert made.all_back()
+    assert dead.state is State.RUNNING
+
+
+def test_a_producer_that_dies_in_the_middle_of_a_gather_fails_the_read() -> None:
+    made = world()
+    made.gatherer.late = True
+    read = made.read()
+    made.turn([read], 2)
+    made.harbour.kill(made.source.name)
+    assert made.target.poll(read) is State.FAILED
+    assert "died" in read.error
+    assert made.untouched
+    assert made.target.release(read)
+    assert made.target.landing.free == made.target.landing.slots
+
+
+def test_a_late_read_of_a_slot_that_was_given_to_another_is_not_accepted() -> None:
+    """The bytes are fetched after the slot's time was up and another's bytes are in it; the word says so, and the piece is
+    asked for again."""
+    made = world(dense_case(layers=1, blocks=8))
+    prepared = made.prepare()
+    other = made.another()
+    theirs = made.prepare(other)
+    made.wire.script({2: [Delay(polls=3)]})
+    read = made.read(prepared)
+    made.source.notifications()
+    made.target.poll(read)
+    assert [flight.stage.value for flight in read.flights] == ["reading"]
+    old, slot = read.flights[0].ticket, read.flights[0].there
+    made.clock.now += SLOT_S + 0.1
+    made.source.notifications()
+    for buffer in made.there.buffers:
+        buffer ^= 0xFF
+    intruders = [other.read(theirs, made.tiles) for _ in range(made.source.gathering.free)]
+    made.source.notifications()
+    for buffer in made.there.buffers:
+        buffer ^= 0xFF
+    assert made.source.gathering._words[slot] not in (0, old)
+    for _ in range(4):
+        made.target.poll(read)
+    assert read.state is State.RUNNING
+    assert read.flights[0].ticket != old
+    assert made.untouched
+    for intruder in intruders:
+        other.release(intruder)
+    assert made.finish(read) == [State.DONE]
+    assert made.right
+
+
+def test_slots_that_are_always_taken_away_fail_the_read_and_say_what_helps() -> None:
+    made = world(dense_case(layers=1, blocks=8))
+    read = made.read()
+    for _ in range(200):
+        made.source.notifications()
+        if read.flights and read.flights[0].stage.value == "asked":
+            made.wire.script({1: [Delay(polls=1)]})
+        made.target.poll(read)
+        if read.flights and read.flights[0].stage.value == "reading":
+            made.clock.now += SLOT_S + 0.1
+            made.source.notifications()
+        if read.state is State.FAILED:
+            break
+    assert "give the producer more staging_bytes" in read.error
+    assert made.untouched
+    assert made.target.release(read)
+    assert made.all_back()
+
+
+def test_a_gather_that_never_happens_fails_the_read_and_gives_its_slots_back() -> None:
+    made = world(timeout_s=3.0)
+    read = made.read()
+    for _ in range(10):
+        made.clock.now += 0.5
+        made.target.poll(read)
+    assert read.state is State.FAILED
+    assert "it has not gathered" in read.error
+    assert "for 3 s: it is stopped, overloaded or unreachable" in read.error
+    assert made.target.release(read)
+    assert made.untouched
+    assert made.all_back()
+
+
+def test_a_producer_that_has_forgotten_the_plan_is_told_it_again() -> None:
+    made = world()
+    prepared = made.prepare()
+    made.source.notifications()
+    made.source.gathering._plans.clear()
+    read = made.read(prepared)
+    made.turn([read], 3)
+    assert read.state is State.RUNNING
+    made.clock.now += AGAIN_S + 0.1
+    assert made.finish(read) == [State.DONE]
+    assert made.right
+
+
+def test_bytes_that_land_late_land_in_a_slot_that_nobody_else_has() -> None:
+    made = world(dense_case(layers=1, blocks=8))
+    prepared = made.prepare()
+    made.wire.script({2: [LateLanding(releases=3)]})
+    read = made.read(prepared, b"never")
+    made.source.notifications()
+    assert made.target.poll(read) is State.FAILED
+    assert made.target.release(read)
+    assert made.target.landing.free == made.target.landing.slots - 1
+    assert made.untouched
+    for _ in range(4):
+        made.target.notifications()
+    assert made.source.notifications() == []
+    assert made.all_back()
+
+
+def test_a_destination_is_held_while_its_own_copies_run() -> None:
+    made = world(dense_case(layers=1, blocks=8))
+    made.scatterer.late = True
+    read = made.read()
+    made.turn([read], 3)
+    assert [flight.stage.value for flight in read.flights] == ["scattering"]
+    assert not made.target.release(read)
+    assert read.state is State.FAILED
+    made.scatterer.tickets[0].done = True
+    assert made.target.release(read)
+    assert made.all_back()
+
+
+def test_a_forgotten_peer_fails_its_reads_and_is_read_again_after_connecting() -> None:
+    made = world()
+    read = made.read()
+    made.target.forget(read.peer)
+    assert made.target.poll(read) is State.FAILED
+    assert "forgotten here" in read.error
+    assert made.target.release(read)
+    again = made.read()
+    assert made.finish(again) == [State.DONE]
+    assert made.right
+    made.clock.now += SLOT_S
+    assert made.all_back()
+
+
+def spoilt(message: Introduction, secret: bytes, change: str) -> bytes:
+    plan = decode(message.plan, Plan)
+    source, staging, edge = plan.sources[0], plan.consumer, plan.edges[0]
+    run = edge.grains[0].runs[0]
+
+    def with_run(**fields: int | tuple[tuple[int, int, int], ...]) -> Plan:
+        grain = replace(edge.grains[0], runs=(replace(run, **fields),))
+        return replace(plan, edges=(replace(edge, grains=(grain,)), *plan.edges[1:]))
+
+    moved = {
+        "another address": lambda: replace(
+            plan, sources=(replace(source, regions=tuple(replace(r, address=r.address + (1 << 20)) for r in source.regions)),)
+        ),
+        "a longer region": lambda: replace(
+            plan, sources=(replace(source, regions=tuple(replace(r, length=r.length + (1 << 20)) for r in source.regions)),)
+        ),
+        "more blocks": lambda: replace(
+            plan, sources=(replace(source, groups=tuple(replace(g, blocks=g.blocks * 1000) for g in source.groups)),)
+        ),
+        "a larger slot": lambda: replace(
+            plan, consumer=replace(staging, regions=(replace(staging.regions[0], length=1 << 30),))
+        ),
+        "more room": lambda: replace(
+            plan, consumer=replace(staging, groups=tuple(replace(g, blocks=g.blocks * 1000) for g in staging.groups))
+        ),
+        "a longer run": lambda: with_run(length=1 << 40),
+        "a run elsewhere": lambda: with_run(src_region=99),
+        "a run out of a slot": lambda: with_run(dst_offset=1 << 40),
+        "another lane": lambda: with_run(src_lane=9999),
+        "countless runs": lambda: with_run(repeats=((1 << 38, 1, 1), (1 << 38, 1, 1))),
+        "no source": lambda: replace(plan, sources=()),
+        "device memory": lambda: replace(
+            plan, sources=(replace(source, regions=tuple(replace(r, memory="vram") for r in source.regions)),)
+        ),
+    }[change]()
+    return pack(Introduction(secret, encode(moved)))
+
+
+CHANGES = (
+    "another address", "a longer region", "more blocks", "a larger slot", "more room", "a longer run", "a run elsewhere",
+    "a run out of a slot", "another lane", "countless runs", "no source", "device memory",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_that_leads_elsewhere_is_not_prepared(change: str) -> None:
+    made = world()
+    detoured = made.prepare().detours["packed"]
+    made.source.notifications()
+    gathering = made.source.gathering
+    known = dict(gathering._plans)
+    assert len(known) == 1
+    gathering.hear(spoilt(Introduction(gathering.offer.secret, detoured.plan), gathering.offer.secret, change))
+    assert gathering._plans == known
+    assert gathering.refused == 1
+
+
+def test_blocks_and_tiles_that_are_not_there_are_not_gathered() -> None:
+    made = world()
+    detoured = made.prepare().detours["packed"]
+    made.source.notifications()
+    gathering, secret = made.source.gathering, made.source.gathering.offer.secret
+    many, one = np.array([1 << 30], np.int32).tobytes(), np.array([0], np.int32).tobytes()
+    below = np.array([-1], np.int32).tobytes()
+    wrong = [
+        [(0, 0, many, b"")], [(0, 0, below, b"")], [(0, 0, one, many)], [(0, 0, one, below)], [(0, 1 << 30, one, b"")],
+        [(9999, 0, one, b"")], [(0, 0, one, b""), (0, 0, one, b"")], [(0, 0, b"123", b"")], [(0, 0, b"", b"")],
+        [(0, 0, one, one + one)],
+    ]  # fmt: skip
+    for number, shares in enumerate(wrong, 1):
+        gathering.hear(pack(Ask(secret, detoured.digest, number, tuple(shares))))
+    gathering.step()
+    assert not gathering._words.any()
+    assert gathering.free == len(gathering._words)
+    assert not gathering.busy
+
+
+def test_nobody_without_the_secret_is_served() -> None:
+    made = world()
+    detoured = made.prepare().detours["packed"]
+    gathering = made.source.gathering
+    stranger = secrets.token_bytes(16)
+    one = np.array([0], np.int32).tobytes()
+    for message in (
+        Introduction(stranger, detoured.plan),
+        Ask(stranger, detoured.digest, 5, ((0, 0, one, b""),)),
+        Free(stranger, (5,)),
+    ):
+        gathering.hear(pack(message))
+    gathering.step()
+    assert gathering.refused == 3
+    assert not gathering._plans
+    assert not gathering.busy
+
+
+@settings(max_examples=50)
+@given(st.binary(max_size=80))
+def test_garbage_changes_nothing(garbage: bytes) -> None:
+    made = world(dense_case(layers=1, blocks=8))
+    made.wire.notify(made.wire.connect(made.source._wire.metadata()), MARK + garbage)
+    assert made.source.notifications() == []
+    assert not made.source.gathering._plans
+    assert not made.source.gathering.busy
+
+
+def test_what_is_not_about_gathering_is_handed_on() -> None:
+    made = world()
+    made.target.notify(made.prepare().peer, b"ahoy")
+    assert made.source.notifications() == [(made.target.name, b"ahoy")]
+
+
+def test_words_are_read_where_they_stand_whatever_is_forced() -> None:
+    made = world()
+    theirs, ours = (Words(4, rank.manifest.identity) for rank in (made.there, made.here))
+    made.source.register([theirs.storage])
+    made.target.register([ours.storage])
+    peer = made.target.connect(made.source.metadata())
+    prepared = made.target.prepare(ours.plan(theirs.manifest), 0, peer)
+    assert not isinstance(prepared, ScatteredPrepared)
+    theirs.live(Lease(2, 77))
+    read = made.target.read(prepared, Binder(ours.plan(theirs.manifest)).tiles(Request(1, {0: 2}, {0: 1})))
+    assert made.target.poll(read) is State.DONE
+    assert ours.landed(1) == 77
+    assert not made.target.carried

@@ -1,0 +1,85 @@
+"""Loads by way of staging between vLLM's own schedulers: every byte as the engine would have written it, whatever is forced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine import Setup
+from served import Engine, engines, side, sides
+from test_connector_caches import CASE, TOKENS, cross, one
+
+from kvferry.engines.vllm.options import buffered, read_options
+from kvferry.errors import SessionError
+
+pytestmark = pytest.mark.vllm
+
+SMALL = 1 << 17
+"""Less than most of these loads take."""
+
+PACKED = (("strategies", ("packed",)), ("staging_bytes", SMALL))
+STAGED = (("strategies", ("staged",)), ("staging_bytes", SMALL))
+CASES = [
+    one("llama", side(tp=1, block=64), side(tp=2)),
+    one("llama", side(tp=2), side(tp=1), dtype="bfloat16"),
+    one("gemma3", side(tp=2, block=64), side(tp=1)),
+    one("deepseek", side(tp=1), side(tp=2), backend="CPU_MLA", dtype="bfloat16"),
+    one("nemotron-h", side(tp=1, conv="SD"), side(tp=2, conv="DS", block=64), dtype="bfloat16"),
+    one("granite-h-6", side(tp=2, conv="SD"), side(tp=3, conv="DS", block=64)),
+    one("nemotron-h", side(pp=2), side(tp=2, block=64)),
+]
+
+
+def carried(engine: Engine) -> list[dict[str, int]]:
+    return [dict(connector.worker._wharf.gathers.carried) for connector in engine.connectors]
+
+
+@pytest.mark.parametrize("options", [PACKED, STAGED], ids=["packed", "staged"])
+@pytest.mark.parametrize(CASE, CASES)
+def test_every_byte_is_what_the_engine_writes_at_the_consumer(
+    model: str,
+    producer: dict[str, Any],
+    consumer: dict[str, Any],
+    both: dict[str, Any],
+    options: tuple[tuple[str, Any], ...],
+) -> None:
+    way = options[0][1][0]
+    with engines(*sides(model, producer, consumer, options=options, **both)) as (there, here):
+        cross(there, here, TOKENS)
+        cross(there, here, 64, "again")
+        assert all(set(seen) == {way} for seen in carried(here))
+        assert sum(sum(seen.values()) for seen in carried(here)) >= 2 * len(here.ranks)
+
+
+@pytest.mark.parametrize("strangers", [("producer", "consumer"), ("consumer", "producer")], ids=lambda ends: ends[0])
+def test_an_end_without_staging_reads_and_is_read_by_one_that_has_it(strangers: tuple[str, str]) -> None:
+    options = {strangers[0]: (("strategies", ("packed", "direct")), ("staging_bytes", SMALL)), strangers[1]: ()}
+    with engines(
+        Setup("llama", engine="P", tp=1, options=options["producer"]),
+        Setup("llama", engine="D", tp=2, options=options["consumer"]),
+    ) as (there, here):
+        cross(there, here, TOKENS)
+
+
+def test_a_buffer_in_host_memory_is_staging_there_and_what_is_not_mapped_is_gathered() -> None:
+    asked = buffered(read_options({}), "cpu", "cuda")
+    assert (asked.staging, asked.strategies) == ("host", ("mapped", "packed"))
+    assert buffered(read_options({}), "cuda", "cuda") == read_options({})
+    assert buffered(read_options({}), "cpu", "cpu") == read_options({})
+    told = read_options({"staging": "device", "strategies": ["packed", "direct"]})
+    assert buffered(told, "cpu", "cuda") == told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"staging": "disk"}, "staging"),
+        ({"staging_bytes": 1000}, "staging_bytes"),
+        ({"strategies": ["packet"]}, "strategies"),
+        ({"staging_byte": 1 << 20}, "did you mean staging_bytes"),
+        ({"slot_s": 0}, "slot_s"),
+    ],
+)
+def test_wrong_options_are_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(SessionError, match=said):
+        read_options(wrong)
