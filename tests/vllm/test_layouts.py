@@ -147,7 +147,8 @@ def gpu_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Evidence]:
     stand_ins.install(monkeypatch)
     stand_ins.choose_backends(monkeypatch)
     run = seen_on_stand_ins()
-    monkeypatch.setattr(layouts, "recorded", lambda: (run,))
+    seen_here = recorded()
+    monkeypatch.setattr(layouts, "recorded", lambda: (*seen_here, run))
     monkeypatch.setattr(layouts, "_seen", layouts._seen.__wrapped__)
     workers.cache_clear()
     pair.cache_clear()
@@ -177,6 +178,30 @@ HYBRID = replace(ATTENTION, model="nemotron-h")
 )
 @pytest.mark.usefixtures("gpu_backends")
 def test_caches_of_gpu_backends_cross_between_layouts_blocks_and_ranks(source: Setup, target: Setup) -> None:
+    for outcome in cross(pair(source, target), TOKENS):
+        assert outcome.differences() == ""
+        assert outcome.binding.bytes == outcome.needed_bytes > 0
+        assert (outcome.got != outcome.before).any()
+
+
+HOST = Setup("llama", dtype="bfloat16", backend="CPU_ATTN", layout="LBHNC", isa="vec")
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (ATTENTION, replace(HOST, block=32, tp=2)),
+        (replace(ATTENTION, backend="FLASH_ATTN", tp=2), replace(HOST, block=64)),
+        (replace(HOST, block=32), replace(ATTENTION, backend="FLASH_ATTN", block=128, tp=2)),
+        (replace(HOST, block=64, tp=2), replace(ATTENTION, layout="LBNHC")),
+        (HYBRID, replace(HOST, model="nemotron-h", tp=2, conv="DS")),
+        (replace(HOST, model="nemotron-h"), replace(HYBRID, tp=2)),
+    ],
+    ids=lambda s: f"{s.model}-{s.backend}-{s.block}-tp{s.tp}",
+)
+@pytest.mark.usefixtures("gpu_backends")
+def test_caches_cross_between_backends_of_gpus_and_of_cpus(source: Setup, target: Setup) -> None:
+    """The one's inner layout is a stand-in's here, the other's that of the CPU's own op."""
     for outcome in cross(pair(source, target), TOKENS):
         assert outcome.differences() == ""
         assert outcome.binding.bytes == outcome.needed_bytes > 0

@@ -30,6 +30,8 @@ _ORIGIN.setflags(write=False)
 _NARROW: Final = np.iinfo(np.int32).max
 _SHORT: Final = 512
 """A table up to here is sorted as fast as it is seen to be sorted."""
+SPARE: Final = 16 << 10
+"""Bytes that cost no more than a run does: up to here a transport is busy with descriptors, not with what they name."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,14 @@ class _Ranges:
 
 
 class Binder:
-    """A plan made ready for requests."""
+    """A plan made ready for requests.
 
-    def __init__(self, plan: Plan) -> None:
+    `spare`: bytes that may be moved for every run that this saves. A block that is one run falls into a run for each layer and
+    head where it is cut at the last token, and what is left of it into as many fills; up to there it is moved whole, with what
+    the producer has behind the last token. A large block with few tokens is cut all the same.
+    """
+
+    def __init__(self, plan: Plan, spare: int = 0) -> None:
         self.plan = plan
         self._edges = tuple(tuple(expanded(grain.runs) for grain in edge.grains) for edge in plan.edges)
         self._fills = tuple(tuple(expanded(grain.runs) for grain in fill.grains) for fill in plan.fills)
@@ -163,6 +170,22 @@ class Binder:
         self._grains = tuple(tuple(grain.tokens for grain in edge.grains) for edge in plan.edges)
         self._loaded_groups = {e.dst_group for e in plan.edges}
         self._filled_groups = {f.group for f in plan.fills} - self._loaded_groups
+        self._ends = self._whole_ends(spare) if spare else {}
+
+    def _whole_ends(self, spare: int) -> dict[tuple[int, int], tuple[int, int]]:
+        """By group and need: the tokens of a tile that is one run on either side, and how many may be moved without need."""
+        by_need: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i, edge in enumerate(self.plan.edges):
+            by_need[edge.dst_group, edge.need].append(i)
+        out = {}
+        for key, edges in by_need.items():
+            sizes = {self._grains[i] for i in edges}
+            single = all(len(self._edges[i][0]) == 1 for i in edges)
+            (tokens, *finer) = sizes.pop() if len(sizes) == 1 else (0,)
+            if tokens and single and finer and finer[-1] == self.plan.needs[key[1]].per_entry == 1:
+                saved = sum(len(self._edges[i][-1]) - 1 for i in edges)
+                out[key] = tokens, spare * saved // sum(int(self._edges[i][-1].length.sum()) for i in edges)
+        return out
 
     def bind(self, request: Request) -> Binding:
         """The copies and fills of one request; raises BindError where its tables do not fit the plan."""
@@ -288,6 +311,9 @@ class Binder:
         need, group = self.plan.needs[edge.need], self._dst_groups[edge.dst_group]
         source = self._src_groups[edge.src_group]
         first, low, high = _wanted(need, group, request)
+        tokens, most = self._ends.get((edge.dst_group, edge.need), (1, 0))
+        missing = -high % tokens
+        high += missing if low < high and missing <= most else 0
         sides = ((there, source, "producer"), (here, group, "consumer"))
         for table, side, name in sides:
             _covers(table, -(-high // side.tokens), side, name)

@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 
 from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
-from kvferry.plan import Binder, Fills, Loading, Request, Tiles
+from kvferry.plan import SPARE, Binder, Fills, Loading, Request, Tiles
 from kvferry.plan.explain import costs
 from kvferry.session.consumer import PeerKey
 from kvferry.session.meeting import Meeting
@@ -380,7 +380,7 @@ class Ferry:
         if meeting.peer in self._peers:
             return
         try:
-            peer = self._peers[meeting.peer] = _Peer(meeting, Binder(meeting.plans[self._rank]))
+            peer = self._peers[meeting.peer] = _Peer(meeting, Binder(meeting.plans[self._rank], SPARE))
         except Exception:
             logger.exception("nothing can be read from %s by rank %d", meeting.peer, self._rank)
             return
