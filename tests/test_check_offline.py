@@ -68,6 +68,9 @@ OTHERS = [
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
     {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"},
 ]
+OPAQUE = ("--attention-backend", "FLASHINFER")
+"""A backend whose layout nobody has certified."""
+
 SEEDS = [
     Seed(
         "no-connector",
@@ -126,13 +129,13 @@ SEEDS = [
     Seed("tensor-size", "choose a --tensor-parallel-size", command(P, "--tensor-parallel-size=3"), command(D)),
     Seed("pipeline-size", "fewer --pipeline-parallel-size", command(P), command(D, "-pp", "33")),
     Seed("stages", "as many numbers", command(P, "-pp", "2", variables="VLLM_PP_LAYER_PARTITION=16,17"), command(D)),
-    Seed("opaque-blocks", "same --block-size", command(P, "--block-size", "32"), command(D, "--block-size", "16")),
-    Seed("backends", "same --attention-backend", command(P, "--attention-backend", "FLASHINFER"), command(D)),
+    Seed("opaque-blocks", "same --block-size", command(P, *OPAQUE, "--block-size", "32"), command(D, *OPAQUE)),
+    Seed("backends", "same --attention-backend", command(P, *OPAQUE), command(D, "--attention-backend", "HPC_ATTN")),
     Seed(
         "rank-shares",
         "same --tensor-parallel-size",
-        command(P, "-tp", "2", variables="VLLM_KV_CACHE_LAYOUT=LBNHC"),
-        command(D, variables="VLLM_KV_CACHE_LAYOUT=LBNHC"),
+        command(P, *OPAQUE, "-tp", "2", variables="VLLM_KV_CACHE_LAYOUT=LBNHC"),
+        command(D, *OPAQUE, variables="VLLM_KV_CACHE_LAYOUT=LBNHC"),
     ),
     Seed(
         "hybrid-manager",
