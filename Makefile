@@ -13,15 +13,20 @@ help: ## what can be made
 
 setup: $(VENV)/.ready ## the virtual environment, with kvferry installed in place
 
-$(VENV)/.ready: pyproject.toml
+# What a demo needs comes first, and alone: it is to be seen soon.
+$(VENV)/.runs: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 # NIXL without what it depends on: host memory needs no CUDA, and torch alone would be gigabytes.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl-cu12==1.5.1
 	@touch $@
 
+$(VENV)/.ready: $(VENV)/.runs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
 # The engines' environment takes minutes to install: what needs none is shown first.
-demo: setup ## a plan, requests between two processes with every byte compared, then text from two vLLM engines and a router
+demo: $(VENV)/.runs ## a plan, requests between two processes with every byte compared, then text from two vLLM engines and a router
 	$(BIN)/kvferry plan --model nemotron-3-nano-30b-a3b --prefill tp=2,pp=2 --decode tp=4 --tokens 100
 	$(BIN)/kvferry demo
 	@$(MAKE) --no-print-directory up UP_ARGS='--port 0 --first-port 0 $(DEMO_ASKS)'

@@ -169,7 +169,7 @@ class TestCommands:
         }
         for command in (first, second, decode):
             read_options(transfer(command)["kv_connector_extra_config"])  # type: ignore[arg-type]
-        over = router(("vllm-router",), fleet.commands(), "0.0.0.0", "d.example", 8000)
+        over = router(("vllm-router",), fleet.commands(), Place("0.0.0.0", "d.example", 8000))
         assert [w for flag, w in zip(over.words, over.words[1:], strict=False) if flag == "--prefill"] == [
             "http://p.example:8100",
             "http://p.example:8101",
@@ -197,14 +197,16 @@ class TestCommands:
     def test_what_is_printed_can_be_pasted(self, tmp_path: Path):
         key = tmp_path / "a key"
         fleet = two_machines(key_file=str(key))
-        over = router(("vllm-router",), fleet.commands(), "0.0.0.0", "d.example", 8000)
-        page = script([*fleet.commands(), over], str(key), "some/model")
+        over = router(("vllm-router",), fleet.commands(), Place("0.0.0.0", "d.example", 8000))
+        page = script([*fleet.commands(), over], str(key), "some/model", ["true"])
         where, commands = "", {}
         for line in page.splitlines():
             where = line if line.startswith("# ") else where
             if line and not line.startswith("#"):
                 commands.setdefault(where, []).append(line)
-        made, prefill, decode, asked = commands.values()
+        made, *firsts, asked = commands.values()
+        assert (firsts[0], firsts[2]) == (["true"], ["true"])
+        prefill, decode = firsts[1], firsts[3]
         subprocess.run(made[0], shell=True, check=True)
         assert len(key.read_bytes()) >= 32
         assert key.stat().st_mode & 0o077 == 0
@@ -232,6 +234,7 @@ class TestDryRun:
             ([], "name a model"),
             (["m", "--tiny"], "not both"),
             (["m", "--prefill-host", "p"], "go together"),
+            (["m", "--dry-run", "--decode-host", "d"], "go together"),
             (["m", "--prefill-host", "p", "--decode-host", "d"], "with --dry-run"),
             (["m", "--dry-run", "--device", "tpu"], "choose cpu or cuda"),
             (["m", "--dry-run", "--flags", "--port 1"], "--port is not set there"),

