@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import struct
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvferry.check import Outlook, check_commands, read_command
 from kvferry.check.cures import CURES
+from kvferry.check.flags import KNOWN, SHORT
 from kvferry.cli import app
 from kvferry.engines.vllm.options import STOCK_OPTIONS, Options
-from kvferry.errors import SideError
+from kvferry.errors import KVFerryError, SideError
 from kvferry.findings import Finding, Severity, errors
 from kvferry.models import Side, legal, load_model, zoo_names
 
@@ -371,6 +375,44 @@ def test_a_model_that_is_not_here_leaves_the_flags_to_be_checked():
     assert not found.certain
     given = check_commands(read_command(command(P, model="org/x")), read_command(command(D, model="org/x")), "llama-3.1-8b")
     assert not given.findings
+
+
+FLAGS = [f"--{name.replace('_', '-')}" for name in sorted(KNOWN)] + [*SHORT, "--no-enable-lora", "--kv-transfer-config.kv_port"]
+NUMBERS = ["", "0", "-1", "1", "3", "7", "4096", "9" * 20]
+VALUES = [*NUMBERS, "auto", "fp8", "float16", "nvfp4", "x", "{}", "[]", "{", "null", '{"backend": 3}']
+NAMES = ["kv_connector", "kv_role", "kv_port", "kv_connector_extra_config", "connectors", *Options.__struct_fields__]
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 70000)
+    | st.sampled_from(["", "KVFerryConnector", "MultiConnector", "127.0.0.1:x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=8,
+)
+OURS = {"kv_connector": st.just("KVFerryConnector"), "kv_role": ANYTHING, "kv_connector_extra_config": ANYTHING}
+TRANSFER = ANYTHING | st.fixed_dictionaries(OURS) | st.just({"kv_connector": "KVFerryConnector", "kv_role": "kv_both"})
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(FLAGS), st.sampled_from(VALUES)), max_size=5),
+    TRANSFER,
+    st.sampled_from(["llama-3.1-8b", "granite-4.0-h-tiny", "deepseek-v3", "nowhere"]),
+    st.sampled_from(["cpu", "cuda"]),
+)
+@settings(max_examples=150)
+def test_whatever_a_command_says_ends_in_findings(flags, transfer, model, device):
+    said = shlex.join([*(word for pair in flags for word in pair if word), "--kv-transfer-config", json.dumps(transfer)])
+    try:
+        found = outlook(f"vllm serve {model} {said}", command(D, model=model), (device, device))
+    except KVFerryError:
+        return
+    assert all(isinstance(one, Finding) and str(one) for one in found.findings)
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_command_or_bad_input(text):
+    with contextlib.suppress(SideError):
+        assert read_command(text).values is not None
 
 
 def test_what_is_no_command_line_is_bad_input():

@@ -308,9 +308,12 @@ def test_a_prompt_that_an_engine_has_no_blocks_for_is_not_shown(engines):
 
 
 def shown_for_engines() -> list[str]:
+    """Commands of the page, that of the readiness probe among them."""
     page = (Path(__file__).parent.parent / "docs" / "checking.md").read_text()
     blocks = re.findall(r"^```engines\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    (probe,) = re.findall(r"^```yaml\n.*?command: \[(.*?)\]", page, flags=re.MULTILINE | re.DOTALL)
+    probed = shlex.join(word.strip().strip('"') for word in probe.split(","))
+    return [*(line.removeprefix("$ ") for block in blocks for line in block.splitlines()), probed]
 
 
 def test_commands_that_are_shown_for_running_engines_work(engines, tmp_path, monkeypatch):
@@ -325,6 +328,8 @@ def test_commands_that_are_shown_for_running_engines_work(engines, tmp_path, mon
             serving = threading.Thread(target=berth.serve, args=(60.0,), daemon=True)
             serving.start()
             places = {
+                "prefill-0:7600": there.address,
+                "/run/secrets/kvferry": "key",
                 "127.0.0.1:7600": there.address,
                 "127.0.0.1:7601": here.address,
                 "http://127.0.0.1:8100": url,

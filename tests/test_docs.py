@@ -17,6 +17,7 @@ from kvferry.check.cures import CURES
 from kvferry.cli.plan import Shown
 from kvferry.doctor.remote import _UNHEARD
 from kvferry.doctor.rules import KNOWN
+from kvferry.engines.vllm.options import Options, option_troubles
 from kvferry.findings import errors
 from kvferry.models import Side, load_model
 
@@ -73,6 +74,15 @@ def test_a_shown_engine_has_nothing_that_check_would_find(command):
     pair = (mine, second) if mine.role != "kv_consumer" else (first, mine)
     assert errors(check_commands(*pair).findings) == []
     assert mine.ferry is not None
+
+
+def test_shown_options_are_options():
+    pages = [ROOT / "docs" / name for name in ("vllm.md", "operations.md", "migrating.md")]
+    shown = [json.loads(text) for page in pages for text in re.findall(r"`(\{\"[^`]*\})`", page.read_text())]
+    options = [one for one in shown if set(one) & set(Options.__struct_fields__)]
+    assert options
+    for one in options:
+        assert list(option_troubles(one)) == []
 
 
 def test_every_finding_is_on_the_page_of_checks_and_no_other_is():

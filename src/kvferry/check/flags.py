@@ -31,6 +31,8 @@ NUMBERS: Final = (
     "max_model_len",
     "port",
 )
+MOST: Final = {"block_size": 1 << 16, "max_model_len": 1 << 26, "port": (1 << 16) - 1}
+"""Sizes have fewer. Lengths may be written in other ways too (4k, auto), which do not matter here."""
 WORDS: Final = (
     "model",
     "revision",
@@ -186,11 +188,11 @@ def _take(name: str, value: str | None, values: dict[str, Any], troubles: list[F
             return
         values[name] = {**values.get(name, {}), **found}
     elif name in NUMBERS:
-        if value is None or not value.isascii() or not value.isdigit():
-            if not (name in ("max_model_len", "block_size") and value is not None):
-                troubles.append(Finding("flag-value", f"{shown} is {value!r}", "give it a whole number"))
-            return
-        values[name] = int(value)
+        most = MOST.get(name, 1024)
+        if value is not None and value.isascii() and value.isdigit() and len(value) < 9 and 1 <= int(value) <= most:
+            values[name] = int(value)
+        elif name != "max_model_len" or value is None:
+            troubles.append(Finding("flag-value", f"{shown} is {value!r}", f"give it a whole number from 1 to {most:,}"))
     elif name in WORDS:
         if value is None:
             troubles.append(Finding("flag-value", f"{shown} has no value", "give it one"))

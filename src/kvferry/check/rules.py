@@ -54,6 +54,11 @@ def of_one(seen: Seen) -> Iterator[Finding]:
         return
     yield from _role(seen)
     yield from unserved(_configuration(seen), seen.device)
+    extra = (seen.flags.ferry or {}).get("kv_connector_extra_config", {})
+    if not isinstance(extra, Mapping):
+        yield Finding(
+            "option-value", f"kv_connector_extra_config is {extra!r}", "make it an object with options, or leave it out"
+        )
     yield from option_troubles(seen.flags.options)
     yield from _addresses(seen)
     yield from _key(seen)

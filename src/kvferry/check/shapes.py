@@ -101,7 +101,8 @@ def engine_of(flags: Flags, device: str, name: str) -> Engine:
         model, layers=tuple(tuple(_spec(spec, flags, backend, order, side) for spec in held) for held in asked.layers)
     )
     form = flags.word("kv_cache_dtype", "auto")
-    form = flags.word("dtype", "auto") if form == "auto" else FORMATS.get(form, form)
+    own = next((kind.dtype for kind in asked.kinds if isinstance(kind, Attention | LatentAttention)), "")
+    form = own if form == "auto" else FORMATS.get(form, form)
     return Engine(model, side, stages, shaped, backend, form, tuple(_troubles(model, side, stages)))
 
 

@@ -105,8 +105,10 @@ def reached(address: str, key: Key | None, timeout_s: float = 5.0) -> tuple[list
         meaning = f"a word of each of {done.ranks} ranks of the engine there"
         return list(done.findings), Measured(address, meaning, found, done.compared, right=not done.findings)
     card = engine.welcome.cards[0]
-    region = card.caches.regions[0]
-    size = region.length // PAGE * PAGE
+    region = next(iter(card.caches.regions), None)
+    size = min(region.length, BYTES) // PAGE * PAGE if region is not None else 0
+    if region is None or not size:
+        return [Finding("path-failed", "the doctor there holds nothing", "run the same release on both", where=address)], None
     memory = allocate(size, "dram")
     memory.clear()
     try:
