@@ -1,6 +1,6 @@
 """Scattered against consecutive blocks between two network namespaces, over TCP with a limited bandwidth.
 
-    unshare -Urn python benchmarks/two_namespaces.py [--rate 2gbit] [--tokens 16000] [--json FILE]
+    unshare -Urnm python benchmarks/two_namespaces.py [--rate 2gbit] [--tokens 16000] [--json FILE]
 
 A pair of virtual interfaces joins this process's namespace with one of the producer's own; `tc` limits what goes through. Needs
 no privileges where user namespaces are allowed.
@@ -30,7 +30,7 @@ from kvferry.bench.staging_ends import Ask, End, Holder, _hold, consumer_end, me
 from kvferry.strategy.staging import BUDGET
 
 HERE, THERE = "ferry-d", "ferry-p"
-NET: Final = 0x40000000
+NET_AND_MOUNTS: Final = 0x40000000 | 0x00020000
 WAYS: Final = ("direct", "packed", "staged", "auto")
 CHOSEN: Final = ("consecutive blocks", "scattered blocks", "head slices, TP 1 → 2", "token-major, TP 1 → 2")
 
@@ -43,12 +43,18 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
+def see_own_devices() -> None:
+    """UCX looks for devices under /sys, which shows those of the namespace that it was mounted in."""
+    subprocess.run(["mount", "-t", "sysfs", "none", "/sys"], check=True)
+
+
 def elsewhere(parent: Connection) -> None:
     """The producer: in a namespace of its own from before it has anything open."""
-    if ctypes.CDLL(None, use_errno=True).unshare(NET):
+    if ctypes.CDLL(None, use_errno=True).unshare(NET_AND_MOUNTS):
         sys.exit(f"no network namespace can be had: {os.strerror(ctypes.get_errno())}")
     parent.send_bytes(b"apart")
     parent.recv_bytes()
+    see_own_devices()
     ip("link", "set", "lo", "up")
     ip("addr", "add", "10.77.0.2/24", "dev", THERE)
     ip("link", "set", THERE, "up")
@@ -122,6 +128,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--staging-bytes", type=int, default=BUDGET)
     parser.add_argument("--json", type=Path)
     said = parser.parse_args(words)
+    see_own_devices()
     with joined(said.rate) as held:
         chosen = [scatter for scatter in SCATTERS if scatter.name in CHOSEN]
         found = {s.name: measured(held, s, said.tokens, said.repeats, said.staging_bytes) for s in chosen}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import oracle
 from ferrying import manifests_of, request_of
@@ -67,10 +68,18 @@ def test_every_number_is_charged_for() -> None:
 
 def test_pieces_overlap_and_a_small_ring_is_waited_for() -> None:
     load = Through(bytes=1000, staged=1000, gathered=10, scattered=10)
-    alone = cost.packed_s(load, ONE, 1000, 8)
-    several = cost.packed_s(load, ONE, 250, 8)
+    rates = replace(ONE, scattering=replace(ONE.scattering, beside=True))
+    alone, several = cost.packed_s(load, rates, 1000, 8), cost.packed_s(load, rates, 250, 8)
     assert several < alone
-    assert cost.packed_s(load, ONE, 250, 1) > several
+    assert cost.packed_s(load, rates, 250, 1) > several
+    assert cost.staged_s(load, rates, 250) < cost.staged_s(load, rates, 1000)
+
+
+def test_a_thread_that_copies_itself_waits_for_no_wire_meanwhile() -> None:
+    load = Through(bytes=1000, staged=1000, gathered=10, scattered=10)
+    beside = replace(ONE, scattering=replace(ONE.scattering, beside=True))
+    assert cost.packed_s(load, ONE, 250, 8) > cost.packed_s(load, beside, 250, 8)
+    assert cost.staged_s(load, ONE, 250) >= cost.staged_s(load, ONE, 1000)
 
 
 def chosen(model: str, prefill: str, decode: str, path: str, tokens: int = 4000) -> str:

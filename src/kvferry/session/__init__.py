@@ -2,7 +2,8 @@
 
 from kvferry.session.consumer import Answer, Consumer, PeerKey, key_of
 from kvferry.session.courier import Courier
-from kvferry.session.ferry import Ferry, Load, Outcome
+from kvferry.session.crossing import Load, Outcome
+from kvferry.session.ferry import Ferry
 from kvferry.session.key import Key, read_key
 from kvferry.session.listener import Listener
 from kvferry.session.meeting import Meeting, meet

@@ -19,21 +19,20 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
-from kvferry.plan import SPARE, Binder, Fills, Loading, Request, Tiles
+from kvferry.plan import SPARE, Binder, Fills, Request, Tiles
 from kvferry.plan.explain import costs
 from kvferry.session.consumer import PeerKey
+from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Peer, Warming, is_lent, is_one_start
 from kvferry.session.meeting import Meeting
-from kvferry.session.reference import Lease
 from kvferry.session.words import Words
-from kvferry.transport import Prepared, Read, State, Telemetry, Transport
+from kvferry.transport import Prepared, Read, State, Transport
 
 logger = logging.getLogger("kvferry.session")
 
@@ -59,94 +58,6 @@ _IDLE_S: Final = 0.05
 _WARMING: Final = 1024
 """How often a word is read to warm a connection up: as often as it takes for a transport that posts from several threads, each
 with connections of its own, to use them all."""
-
-Tables = Mapping[int, list[int] | int]
-Filled = Callable[[], bool]
-"""Says whether what was to be filled has been, without waiting for it."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """Bring a request's tokens [start, tokens) and its state from a producer's blocks into ours. `in_step`: the engine computes
-    with them in the step that it is in, and waits for the load's end before it tells of the step's."""
-
-    request: str
-    peer: PeerKey
-    lease: Lease
-    tokens: int
-    start: int
-    src: Tables
-    dst: Tables
-    in_step: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a load ended on this rank; `error` is empty where all arrived and the lease still stood. Then `predicted` is what
-    the plan said would move and `moved` what the transport saw; `unhashable` are blocks, by group, that must not become
-    findable by their hash. `anywhere`: any thread could have read it, so that a step may wait for another."""
-
-    request: str
-    error: str = ""
-    tokens: int = 0
-    predicted: int = 0
-    moved: int = 0
-    runs: int = 0
-    posting_s: float = 0.0
-    wire_s: float = 0.0
-    total_s: float = 0.0
-    unhashable: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    anywhere: bool = False
-
-
-@dataclass(eq=False)
-class _Link:
-    """A connection to those ranks of a producer that this one reads: what reads their data and their words, by source of the
-    plan. `anywhere`: any thread may read over it. `lost` says why it is no longer used."""
-
-    names: tuple[str, ...]
-    data: tuple[Prepared, ...]
-    words: tuple[tuple[Binder, Prepared], ...]
-    anywhere: bool
-    lost: str = ""
-
-
-@dataclass(eq=False)
-class _Peer:
-    """A producer as this rank reads it; without a link until the first load, and after one was lost."""
-
-    meeting: Meeting
-    binder: Binder
-    link: _Link | None = None
-    told: bool = False
-
-
-@dataclass(eq=False)
-class _Warming:
-    """A read whose only purpose is that those after it find the connection in use."""
-
-    peer: PeerKey
-    link: _Link
-    read: Read
-    landing: int
-
-
-@dataclass(eq=False)
-class _Crossing:
-    """A load under way; without a link until it may depart, with a `filled` while something of it is being filled."""
-
-    load: Load
-    peer: _Peer
-    loading: Loading
-    started: float
-    link: _Link | None = None
-    filled: Filled | None = None
-    reads: list[Read] = field(default_factory=list)
-    landings: list[int] = field(default_factory=list)
-    seen: list[Telemetry] = field(default_factory=list)
-    checking: bool = False
-    waits: bool = False
-    error: str = ""
 
 
 class _Bell:
@@ -189,9 +100,9 @@ class Ferry:
         self._patience_s, self._clock, self._tended, self._hurried = patience_s, clock, tended, hurried
         self._commands: deque[Meeting | Load | PeerKey] = deque()
         self._outcomes: deque[Outcome] = deque()
-        self._peers: dict[PeerKey, _Peer] = {}
-        self._crossings: list[_Crossing] = []
-        self._warming: list[_Warming] = []
+        self._peers: dict[PeerKey, Peer] = {}
+        self._crossings: list[Crossing] = []
+        self._warming: list[Warming] = []
         self._spent: list[Read] = []
         self._moved_at = self._heard_at = -math.inf
         self._landings = deque(range(words.slots))
@@ -272,7 +183,7 @@ class Ferry:
             self._turn.release()
         return True
 
-    def _call_for_help(self, crossing: _Crossing) -> None:
+    def _call_for_help(self, crossing: Crossing) -> None:
         """What went wrong is for the ferry's thread to clear up."""
         if crossing.error:
             self._wake.set()
@@ -297,7 +208,7 @@ class Ferry:
         if not self._crossings or not self._turn.acquire(blocking=False):
             return False
         try:
-            lent = [crossing for crossing in self._crossings if _lent(crossing)]
+            lent = [crossing for crossing in self._crossings if is_lent(crossing)]
             for crossing in lent:
                 self._attempt(crossing, self._advance)
                 self._call_for_help(crossing)
@@ -332,7 +243,7 @@ class Ferry:
     def _pause(self) -> float:
         """How long nothing needs to be done, unless something is handed in."""
         rest = self._listening
-        if self._crossings and not self._warming and not self._spent and all(map(_lent, self._crossings)):
+        if self._crossings and not self._warming and not self._spent and all(map(is_lent, self._crossings)):
             return min(rest, _LENT_S)
         if self._crossings or self._warming or self._spent:
             rest = min(rest, _LONGEST_S, max(_BUSY_S, (self._clock() - self._moved_at) / _PATIENCE))
@@ -380,7 +291,7 @@ class Ferry:
         if meeting.peer in self._peers:
             return
         try:
-            peer = self._peers[meeting.peer] = _Peer(meeting, Binder(meeting.plans[self._rank], SPARE))
+            peer = self._peers[meeting.peer] = Peer(meeting, Binder(meeting.plans[self._rank], SPARE))
         except Exception:
             logger.exception("nothing can be read from %s by rank %d", meeting.peer, self._rank)
             return
@@ -397,7 +308,7 @@ class Ferry:
         if peer.link is not None:
             self._lose(peer.link, f"{meeting.peer} could not be read from when it was met")
 
-    def _warm_up(self, peer: _Peer) -> None:
+    def _warm_up(self, peer: Peer) -> None:
         """Connect, and read words that are of no interest over connections that nobody has used."""
         used = {name for other in self._peers.values() if other.link is not None for name in other.link.names}
         link = peer.link = self._connect(peer)
@@ -408,12 +319,12 @@ class Ferry:
             try:
                 asked = binder.tiles(Request(1, {0: 0}, {0: landing}))
                 often = {key: _repeated(tiles, _WARMING) for key, tiles in asked.items()}
-                self._warming.append(_Warming(peer.meeting.peer, link, self._transport.read(prepared, often), landing))
+                self._warming.append(Warming(peer.meeting.peer, link, self._transport.read(prepared, often), landing))
             except Exception:
                 self._landings.append(landing)
                 raise
 
-    def _warmed(self, warming: _Warming) -> bool:
+    def _warmed(self, warming: Warming) -> bool:
         """Whether nothing is left of it. A connection that does not come about is given up, unless loads will find out."""
         try:
             if self._transport.poll(warming.read) is State.RUNNING:
@@ -432,7 +343,7 @@ class Ferry:
         """Whether something of a broken connection to the same start of a producer is still under way."""
         broken = (c.load.peer for c in self._crossings if c.link is not None and c.link.lost and c.reads)
         cold = (warming.peer for warming in self._warming if warming.link.lost)
-        return any(_one_start(peer, key) for peer in (*broken, *cold))
+        return any(is_one_start(peer, key) for peer in (*broken, *cold))
 
     def _forget(self, key: PeerKey) -> None:
         peer = self._peers.get(key)
@@ -440,7 +351,7 @@ class Ferry:
             self._lose(peer.link, f"{key} was forgotten here")
         self._peers.pop(key, None)
 
-    def _embark(self, load: Load) -> _Crossing | None:
+    def _embark(self, load: Load) -> Crossing | None:
         started = self._clock()
         try:
             peer = self._peers.get(load.peer)
@@ -453,11 +364,11 @@ class Ferry:
             logger.exception("a load failed unexpectedly")
             self._outcomes.append(Outcome(load.request, _described(error)))
         else:
-            self._crossings.append(_Crossing(load, peer, loading, started))
+            self._crossings.append(Crossing(load, peer, loading, started))
             return self._crossings[-1]
         return None
 
-    def _attempt(self, crossing: _Crossing, action: Callable[[_Crossing], None]) -> None:
+    def _attempt(self, crossing: Crossing, action: Callable[[Crossing], None]) -> None:
         """Whatever goes wrong fails this load, and no other unless the connection is lost."""
         try:
             action(crossing)
@@ -470,7 +381,7 @@ class Ferry:
                 logger.exception("a load failed unexpectedly")
             crossing.error = crossing.error or _described(error)
 
-    def _break_off(self, crossing: _Crossing, reason: str) -> None:
+    def _break_off(self, crossing: Crossing, reason: str) -> None:
         link = crossing.link
         lost = (link.lost if link is not None else "") or reason
         peer = crossing.load.peer
@@ -479,7 +390,7 @@ class Ferry:
         if link is not None:
             self._lose(link, reason)
 
-    def _advance(self, crossing: _Crossing) -> None:
+    def _advance(self, crossing: Crossing) -> None:
         if crossing.error:
             self._let_go(crossing)
             return
@@ -496,7 +407,7 @@ class Ferry:
         if self._filled(crossing):
             self._disembark(crossing, link)
 
-    def _arrived(self, crossing: _Crossing) -> bool:
+    def _arrived(self, crossing: Crossing) -> bool:
         """Whether all that is under way has arrived; it may have while it was posted."""
         states = [self._transport.poll(read) for read in crossing.reads]
         if State.FAILED in states:
@@ -504,18 +415,18 @@ class Ferry:
             return False
         return State.RUNNING not in states
 
-    def _spend(self, crossing: _Crossing) -> None:
+    def _spend(self, crossing: Crossing) -> None:
         if crossing.reads:
             self._moved_at = self._clock()
             self._spent += [read for read in crossing.reads if not self._transport.release(read)]
             crossing.reads = []
 
-    def _filled(self, crossing: _Crossing) -> bool:
+    def _filled(self, crossing: Crossing) -> bool:
         if crossing.filled is not None and crossing.filled():
             crossing.filled = None
         return crossing.filled is None
 
-    def _depart(self, crossing: _Crossing) -> _Link | None:
+    def _depart(self, crossing: Crossing) -> Link | None:
         """Post the reads, over a new connection if need be, once no read of a broken one can still land."""
         peer, key = crossing.peer, crossing.load.peer
         if peer.link is None:
@@ -534,7 +445,7 @@ class Ferry:
             crossing.reads.append(self._transport.read(prepared, crossing.loading.tiles))
         return crossing.link
 
-    def _connect(self, peer: _Peer) -> _Link:
+    def _connect(self, peer: Peer) -> Link:
         """To all ranks that are read, or to none."""
         plan = peer.binder.plan
         cards = {card.caches.identity: card for card in peer.meeting.cards}
@@ -552,9 +463,9 @@ class Ferry:
             self._drop(set(names) - {name for other in self._peers.values() if other.link for name in other.link.names})
             raise
         anywhere = all(prepared.anywhere for prepared in (*data, *(prepared for _, prepared in words)))
-        return _Link(tuple(names), tuple(data), tuple(words), anywhere)
+        return Link(tuple(names), tuple(data), tuple(words), anywhere)
 
-    def _check(self, crossing: _Crossing, link: _Link) -> None:
+    def _check(self, crossing: Crossing, link: Link) -> None:
         """All data has been seen to arrive: now the words are read, which say whether it was still the lease's."""
         crossing.checking = True
         lease = crossing.load.lease
@@ -567,7 +478,7 @@ class Ferry:
             asked = Request(1, {0: lease.slot}, {0: landing})
             crossing.reads.append(self._transport.read(prepared, binder.tiles(asked)))
 
-    def _disembark(self, crossing: _Crossing, link: _Link) -> None:
+    def _disembark(self, crossing: Crossing, link: Link) -> None:
         load, seen = crossing.load, crossing.seen
         found = [self._words.landed(landing) for landing in crossing.landings]
         if found != [load.lease.generation] * len(crossing.peer.binder.plan.sources):
@@ -597,7 +508,7 @@ class Ferry:
         )
         self._tell(crossing.peer, link)
 
-    def _let_go(self, crossing: _Crossing) -> None:
+    def _let_go(self, crossing: Crossing) -> None:
         crossing.reads = [read for read in crossing.reads if not self._transport.release(read)]
         if not crossing.reads and self._filled(crossing):
             self._end(crossing, Outcome(crossing.load.request, crossing.error, total_s=self._clock() - crossing.started))
@@ -606,7 +517,7 @@ class Ferry:
             waits = "it waits until nothing can land in its blocks any more, until the producer goes on or dies"
             logger.error("request %s: %s; %s", crossing.load.request, crossing.error, waits)
 
-    def _end(self, crossing: _Crossing, outcome: Outcome) -> None:
+    def _end(self, crossing: Crossing, outcome: Outcome) -> None:
         self._landings.extend(crossing.landings)
         self._crossings.remove(crossing)
         self._outcomes.append(outcome)
@@ -615,7 +526,7 @@ class Ferry:
         """Give back reads that are done; the transport may need to be asked more than once."""
         self._spent = [read for read in self._spent if not self._transport.release(read)]
 
-    def _lose(self, link: _Link, reason: str) -> None:
+    def _lose(self, link: Link, reason: str) -> None:
         """Connect anew for the next load. Other loads over the connection fail too, and are let go one by one."""
         if link.lost:
             return
@@ -638,7 +549,7 @@ class Ferry:
         except Exception:
             logger.exception("%s cannot be forgotten", name)
 
-    def _tell(self, peer: _Peer, link: _Link) -> None:
+    def _tell(self, peer: Peer, link: Link) -> None:
         if peer.told or self._rank or not link.names:
             return
         peer.told = True
@@ -649,16 +560,6 @@ class Ferry:
             return
         remedy = f" ({path.remedy})" if path.slow and path.remedy else ""
         logger.info("%s; carried by %s%s", peer.meeting, path.name, remedy)
-
-
-def _lent(crossing: _Crossing) -> bool:
-    """Whether the engine's own thread looks after it."""
-    return crossing.link is not None and crossing.link.anywhere and not crossing.error
-
-
-def _one_start(one: PeerKey, other: PeerKey) -> bool:
-    """Whether both are the same engine since the same start, by whichever address."""
-    return (one.engine, one.incarnation) == (other.engine, other.incarnation)
 
 
 def _repeated(tiles: Tiles, times: int) -> Tiles:

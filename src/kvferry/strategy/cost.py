@@ -40,11 +40,13 @@ class Wire(Struct, frozen=True):
 
 
 class Copying(Struct, frozen=True):
-    """Memory at an end: seconds of every launch, of every run, of every byte."""
+    """Memory at an end: seconds of every launch, of every run, of every byte. `beside`: copies run beside the thread that began
+    them, as a device's do; else it can do nothing else meanwhile."""
 
     launch_s: float
     run_s: float
     byte_s: float
+    beside: bool = False
 
 
 class Rates(Struct, frozen=True):
@@ -57,8 +59,7 @@ class Rates(Struct, frozen=True):
 
 
 HOST: Final = Copying(20e-6, 8e-9, 1 / 1.8e9)
-DEVICE: Final = Copying(30e-6, 0.02e-9, 1 / 1.2e12)
-PINNED: Final = Copying(30e-6, 0.05e-9, 1 / 40e9)
+DEVICE: Final = Copying(30e-6, 0.02e-9, 1 / 1.2e12, beside=True)
 WIRES: Final[Mapping[str, Wire]] = {
     "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 1.5e-3),
     "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 1.5e-3),
@@ -173,8 +174,9 @@ def packed_s(load: Through, rates: Rates, piece: int, slots: int) -> float:
         2 * wire.round_s + wire.descriptor_s + share * load.staged * wire.byte_s,
         copied(scattering, 0, 0) + share * (load.scattered * scattering.run_s + load.bytes * scattering.byte_s),
     )
+    slowest = max(stages) if scattering.beside else max(stages[0], stages[1] + stages[2])
     around = (pieces - 1) // slots
-    return wire.answer_s * (1 + around) + wire.round_s + sum(stages) + (pieces - 1) * max(stages)
+    return wire.answer_s * (1 + around) + wire.round_s + sum(stages) + (pieces - 1) * slowest
 
 
 def staged_s(load: Through, rates: Rates, piece: int) -> float:
@@ -184,7 +186,7 @@ def staged_s(load: Through, rates: Rates, piece: int) -> float:
         wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
         scattering.launch_s + (load.scattered * scattering.run_s + load.bytes * scattering.byte_s) / pieces,
     )
-    return sum(stages) + (pieces - 1) * max(stages)
+    return sum(stages) + (pieces - 1) * (max(stages) if scattering.beside else sum(stages))
 
 
 def best(found: Mapping[Way, float]) -> Way:

@@ -82,7 +82,7 @@ def copying_of(mover: Mover, ring: Storage) -> Copying:
         took = min(_copied(mover, ring, length, count) for _ in range(_TIMES))
         found.append((length, count, max(took - launch_s, 1e-9)))
     run_s, byte_s = cost.fitted([(count, length * count) for length, count, _ in found], [took for _, _, took in found])
-    return Copying(launch_s, run_s, byte_s)
+    return Copying(launch_s, run_s, byte_s, beside=mover.memory == "vram")
 
 
 def _copied(mover: Mover, ring: Storage, length: int, count: int) -> float:
