@@ -149,9 +149,9 @@ class _Ranges:
 class Binder:
     """A plan made ready for requests.
 
-    `spare`: bytes that may be moved for every run that this saves. A block that is one run falls into a run for each layer and
-    head where it is cut at the last token, and what is left of it into as many fills; up to there it is moved whole, with what
-    the producer has behind the last token. A large block with few tokens is cut all the same.
+    `spare`: bytes that may be moved for every run that this saves. A block of several layers that is one run falls into a run
+    for each layer and head where it is cut at the last token, and what is left of it into as many fills; up to there it is
+    moved whole, with what the producer has behind the last token. A large block with few tokens is cut all the same.
     """
 
     def __init__(self, plan: Plan, spare: int = 0) -> None:
@@ -173,14 +173,15 @@ class Binder:
         self._ends = self._whole_ends(spare) if spare else {}
 
     def _whole_ends(self, spare: int) -> dict[tuple[int, int], tuple[int, int]]:
-        """By group and need: the tokens of a tile that is one run on either side, and how many may be moved without need."""
+        """By group and need: the tokens of a tile that is one run of several layers on either side, and how many of them may be
+        moved without need."""
         by_need: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, edge in enumerate(self.plan.edges):
             by_need[edge.dst_group, edge.need].append(i)
         out = {}
         for key, edges in by_need.items():
             sizes = {self._grains[i] for i in edges}
-            single = all(len(self._edges[i][0]) == 1 for i in edges)
+            single = len(self.plan.needs[key[1]].layers) > 1 and all(len(self._edges[i][0]) == 1 for i in edges)
             (tokens, *finer) = sizes.pop() if len(sizes) == 1 else (0,)
             if tokens and single and finer and finer[-1] == self.plan.needs[key[1]].per_entry == 1:
                 saved = sum(len(self._edges[i][-1]) - 1 for i in edges)
