@@ -41,7 +41,7 @@ from kvferry.check import ask_all, check_engines
 from kvferry.check.canary import read_beacons
 from kvferry.engines.vllm import KVFerryConnector, register, scheduler
 from kvferry.engines.vllm.media import are_named_by_request, content_of
-from kvferry.engines.vllm.scheduler import _digest
+from kvferry.engines.vllm.prompts import digest_of
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
 from kvferry.engines.vllm.tables import tables_of
 from kvferry.errors import BindError, ManifestError, MismatchError, SessionError, TransportError
@@ -355,7 +355,7 @@ class TestPrefills:
             assert there.scheduled["r"] == TOKENS
             assert there.outputs["r"].finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
             mine = Request("d", list(PROMPT), SamplingParams(), None)
-            assert params["kvferry"]["digest"] == _digest(mine, TOKENS)
+            assert params["kvferry"]["digest"] == digest_of(mine, TOKENS)
             there.step()
             assert there.scheduled["r"] == TOKENS
 

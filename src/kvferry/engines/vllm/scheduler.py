@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import secrets
 import threading
 import time
@@ -28,10 +27,17 @@ import msgspec
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.haste import Haste, may_hurry
-from kvferry.engines.vllm.identity import adapter_of, fingerprint
-from kvferry.engines.vllm.media import are_named_by_request, content_of
+from kvferry.engines.vllm.identity import fingerprint
+from kvferry.engines.vllm.media import are_named_by_request
 from kvferry.engines.vllm.nearby import rank_nearby
 from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.prompts import (
+    can_be_handed_over,
+    digest_of,
+    ends_after_one_step,
+    is_streamed_without_params,
+    is_told_by_tokens,
+)
 from kvferry.engines.vllm.siblings import Siblings, family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import tables_of
@@ -49,7 +55,6 @@ from kvferry.session import (
     Renew,
     Seek,
     Welcome,
-    digest,
     from_params,
     key_of,
     meet,
@@ -236,20 +241,20 @@ class SchedulerHalf:
             logger.warning("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
             return
         request.max_tokens = 1
-        if _is_streamed_without_params(request):
+        if is_streamed_without_params(request):
             logger.error(
                 "request %s asks for a prefill for others in a stream, and vLLM's streams carry no kv_transfer_params: nothing "
                 "is kept for it; ask with stream false",
                 request.request_id,
             )
             return
-        if not _can_be_handed_over(request) or not _ends_after_one_step(request):
+        if not can_be_handed_over(request) or not ends_after_one_step(request):
             return
         tokens = request.prompt_token_ids
         del tokens[-1:]
         del request._all_token_ids[-1:]
         request.num_prompt_tokens -= 1
-        self._prefills[request.request_id] = _Prefill(len(tokens), _digest(request, len(tokens), self._media_by_content))
+        self._prefills[request.request_id] = _Prefill(len(tokens), digest_of(request, len(tokens), self._media_by_content))
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
         found = self._decodes[request.request_id] = _Decode(family_of(request.request_id), params)
@@ -271,7 +276,7 @@ class SchedulerHalf:
             if not request.abort_immediately:
                 self._check(request, reference)
         except _AnotherPromptError as error:
-            if _can_be_handed_over(request):
+            if can_be_handed_over(request):
                 found.sibling, found.reason = reference, str(error)
             return
         except BadReferenceError as error:
@@ -283,7 +288,7 @@ class SchedulerHalf:
     def _check(self, request: Any, reference: Reference) -> None:
         """The reference must be of this very prompt, or of its beginning."""
         tokens = request.prompt_token_ids
-        if tokens is None or not _is_told_by_tokens(request):
+        if tokens is None or not is_told_by_tokens(request):
             raise BadReferenceError("a prompt of embeddings cannot be compared with what was prefilled")
         if reference.tokens >= len(tokens):
             raise _AnotherPromptError(f"the reference covers {reference.tokens} tokens, the prompt has {len(tokens)}")
@@ -292,9 +297,9 @@ class SchedulerHalf:
 
     def _digests(self, request: Any, tokens: int) -> Iterator[str]:
         """What the producer may call the prompt: it may have no other name for media than their content."""
-        yield _digest(request, tokens, self._media_by_content)
+        yield digest_of(request, tokens, self._media_by_content)
         if request.mm_features and not self._media_by_content:
-            yield _digest(request, tokens, True)
+            yield digest_of(request, tokens, True)
 
     def _has_own_reference(self, request: Any, decode: _Decode) -> bool:
         """Whether it is settled what becomes of a request that came with another prompt's reference: the producer that gave it
@@ -631,43 +636,3 @@ class SchedulerHalf:
 
 class _AnotherPromptError(BadReferenceError):
     """A reference is in order, and not of this prompt: its own may be found where that one is."""
-
-
-def _can_be_handed_over(request: Any) -> bool:
-    """Whether a producer keeps anything of such a prompt: at least one token besides the last, which is no part of an image."""
-    tokens = request.prompt_token_ids
-    if tokens is None or len(tokens) < 2 or not _is_told_by_tokens(request):
-        return False
-    media = (feature.mm_position for feature in request.mm_features)
-    return not any(place.offset + place.length >= len(tokens) for place in media)
-
-
-def _is_told_by_tokens(request: Any) -> bool:
-    """Embeddings, also where they stand among tokens, are no part of a digest."""
-    return request.prompt_embeds is None
-
-
-def _ends_after_one_step(request: Any) -> bool:
-    """A prompt that is fed in pieces goes on; logprobs of the prompt and pooling want all of it."""
-    return not request.resumable and not request.skip_reading_prefix_cache and request.pooling_params is None
-
-
-def _is_streamed_without_params(request: Any) -> bool:
-    """Streams of vLLM's completions and chat completions, which it names so; who calls the engine itself sees every field."""
-    sampling = request.sampling_params
-    streamed = sampling is not None and sampling.output_kind.name == "DELTA"
-    return streamed and re.match(r"(\d+_)?(chat)?cmpl-", request.request_id) is not None
-
-
-def _digest(request: Any, tokens: int, media_by_content: bool = False) -> str:
-    media = [
-        (content_of(feature) if media_by_content else feature.identifier, feature.mm_position.offset)
-        for feature in request.mm_features
-        if feature.mm_position.offset < tokens
-    ]
-    return digest(
-        request.prompt_token_ids[:tokens],
-        adapter=adapter_of(request.lora_request),
-        media=media,
-        salt=request.cache_salt or "",
-    )
