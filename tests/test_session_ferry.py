@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvferry.errors import MismatchError, TransportError
+from kvferry.manifest import Identity
 from kvferry.session import Ferry, Lease, Meeting, Outcome, PeerKey, Release, Welcome, Words, meet
-from kvferry.transport import NixlOptions, NixlTransport, Storage
+from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, Storage
 from kvferry.transport.faults import Delay, Drop, Duplicate, LateLanding, PeerDeath, Reorder
 from session_dock import PATIENCE_S, TIMEOUT_S, Berth, Dock, berths, case, dock
 from transport_suite import until
@@ -782,3 +783,16 @@ def test_the_thread_carries_loads_over_nixl():
             ferry.close()
     assert not any(ferry._thread.is_alive() for ferry in ferries)
     assert target.closed
+
+
+def test_a_rank_that_others_wait_for_is_looked_after_more_often():
+    """What they ask it to gather is begun in the ferry's calls of the transport."""
+    waiting: list[str] = []
+    words = Words(4, Identity("P", "1", "m"))
+    ferry = Ferry(InProcessTransport("p", Harbour()), words, 0, lambda fills: None, hurried=lambda: bool(waiting))
+    rests = [ferry._pause()]
+    words.live(Lease(0, 5))
+    rests.append(ferry._pause())
+    waiting.append("somebody")
+    rests.append(ferry._pause())
+    assert rests[0] > rests[1] > rests[2] > 0

@@ -28,8 +28,8 @@ from kvferry.strategy.staging import LEAST, PAGE, host_staging, sized
 from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State
 from kvferry.transport.faults import Delay, LateLanding
-from transport_peer import Rank, allocated
-from transport_suite import Case, dense_case, model_case
+from transport_peer import PeerProcess, Rank, allocated
+from transport_suite import TCP, TIMEOUT_S, Case, ScatteredWharf, crossing, dense_case, finish, model_case, until
 
 RATES = usual("shared memory")
 
@@ -537,3 +537,56 @@ def test_words_are_read_where_they_stand_whatever_is_forced() -> None:
     assert made.target.poll(read) is State.DONE
     assert ours.landed(1) == 77
     assert not made.target.carried
+
+
+@pytest.mark.parametrize("ucx", [{}, TCP], ids=["as UCX chooses", "TCP"])
+def test_a_producer_process_that_is_killed_before_it_gathers_fails_the_read_and_its_slots_come_back(
+    ucx: dict[str, str],
+) -> None:
+    wharf = ScatteredWharf(PeerProcess(), ucx)
+    try:
+        made = crossing(wharf, dense_case(blocks=256))
+        transport = wharf.consumer(timeout_s=TIMEOUT_S)
+        transport.register([storage for rank in made.here for storage in rank.storages])
+        plan = made.plans[0]
+        prepared = transport.prepare(plan, 0, transport.connect(made.metadata[0]))
+        before = [buffer.copy() for buffer in made.here[0].buffers]
+        wharf.stop()
+        read = transport.read(prepared, Binder(plan).tiles(made.case.request), b"never")
+        assert transport.poll(read) is State.RUNNING
+        wharf.kill()
+        assert finish(transport, read) is State.FAILED
+        assert read.peer in read.error
+        until(lambda: transport.release(read), "the release")
+        assert all(np.array_equal(a, b) for a, b in zip(made.here[0].buffers, before, strict=True))
+        transport.forget(read.peer)
+        landing = wharf.staging[0].landing
+
+        def all_back() -> bool:
+            landing.tidy()
+            return landing.free == landing.slots
+
+        until(all_back, "the slots")
+    finally:
+        wharf.close()
+        wharf.peer.close()
+
+
+def test_a_consumer_process_that_vanishes_leaves_the_producer_serving_others() -> None:
+    """Its transport ends without a word while it holds slots; the next consumer of the same producer is served."""
+    wharf = ScatteredWharf(PeerProcess())
+    try:
+        made = crossing(wharf, model_case("synthetic-12", "tp=1", "tp=2"))
+        for turn in range(2):
+            transport = wharf.consumer()
+            transport.register([storage for rank in made.here for storage in rank.storages])
+            plan = made.plans[turn]
+            prepared = transport.prepare(plan, 0, transport.connect(made.metadata[0]))
+            read = transport.read(prepared, Binder(plan).tiles(made.case.request))
+            if turn:
+                assert finish(transport, read) is State.DONE
+                assert np.array_equal(made.here[1].buffers[0], made.expected[1][0])
+            transport.close()
+    finally:
+        wharf.close()
+        wharf.peer.close()

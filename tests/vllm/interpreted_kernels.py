@@ -21,6 +21,7 @@ import torch
 
 from drawn_moves import Guarded, drawn, seeded
 from kvferry.plan import Binder, Fleet, make_plans
+from kvferry.plan.detour import Pieces, packed, tiles_here, tiles_there
 from kvferry.strategy import kernel
 from kvferry.strategy.moves import Bound, Moves
 from transport_peer import allocated
@@ -97,6 +98,35 @@ def of_seed(seed: int) -> dict[str, object]:
     return {"differing": differing, "counted": counted, "planned": planned, "forms": sorted(forms)}
 
 
+def of_detour(seed: int) -> dict[str, object]:
+    """A drawn plan gathered into slots and scattered out of them, piece after piece, against its runs one by one."""
+    choose = seeded(seed)
+    made, programs, room = drawn(choose, seed), choose((1, 5)), 1 << 15
+    differing, counted, planned, forms, read = 0, 0, 0, set(), []
+    for source in range(len(made.plan.sources)):
+        read.append(source)
+        want, there = made.expected(*read), made.sources[source]
+        detour = packed(made.plan, source, room, room // 8)
+        ring = Guarded(3 * room, 0, (seed,))
+        ways = (
+            Moves(detour.there, 0, lambda i, of=there: of[i].address, lambda _, of=ring: of.address),  # type: ignore[misc]
+            Moves(detour.here, 0, lambda _, of=ring: of.address, lambda i: made.here[i].address),  # type: ignore[misc]
+        )
+        own = {part.key for part in detour.parts}
+        pieces = Pieces(detour.parts, {key: len(found.src_block) for key, found in made.tiles.items() if key in own})
+        slot = 0
+        while not pieces.over:
+            piece = pieces.take(0, room)
+            slot = (slot + 1) % 3
+            launched(ways[0], ways[0].bind(tiles_there(piece, detour.parts, made.tiles), dst_shift=slot * room), programs)
+            out = ways[1].bind(tiles_here(piece, detour.parts, made.tiles), src_shift=slot * room)
+            counted += launched(ways[1], out, programs)
+        planned += made.bytes(source)
+        forms |= {(form.unit, form.columns) for way in ways for form in way.forms}
+        differing += sum(int((region.whole != w).sum()) for region, w in zip(made.here, want, strict=True))
+    return {"differing": differing, "counted": counted, "planned": planned, "forms": sorted(forms)}
+
+
 def of_zeros(programs: int) -> dict[str, object]:
     """Runs of all lengths and alignments, some next to each other."""
     rng = np.random.default_rng(programs)
@@ -119,6 +149,8 @@ def cases() -> Iterator[tuple[str, dict[str, object]]]:
             yield f"{prefill} to {decode} by {programs}", of_model(case, programs)
     for seed in SEEDS:
         yield f"drawn {seed}", of_seed(seed)
+    for seed in SEEDS[:4]:
+        yield f"packed {seed}", of_detour(seed)
     for programs in PROGRAMS:
         yield f"zeros by {programs}", of_zeros(programs)
 

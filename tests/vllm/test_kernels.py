@@ -40,8 +40,8 @@ def test_every_form_of_the_kernel_has_been_run(found):
     assert run == {(unit, columns) for unit in UNITS for columns in COLUMNS}
 
 
-def test_topologies_drawn_plans_and_zeros_are_among_the_cases(found):
+def test_topologies_drawn_plans_detours_and_zeros_are_among_the_cases(found):
     names = [case["case"] for case in found]
     assert len(set(names)) == len(names)
-    for word in (" to ", "drawn ", "zeros ", "by 1", "by 32"):
+    for word in (" to ", "drawn ", "packed ", "zeros ", "by 1", "by 32"):
         assert any(word in name for name in names)
