@@ -54,7 +54,7 @@ AT_ONCE = {Device.CUDA: 3, Device.CPU: 1}
 ROUNDED = 2e-3
 """How far log-probabilities may be from those of other steps, which vLLM's own connector makes of a prompt."""
 NEW = 12
-MODELS = ("llama", "gemma3", "nemotron_h")
+MODELS = ("llama", "gemma3", "nemotron_h", "gpt_oss", "granitemoehybrid")
 """Imported in advance. Others are not: what they import asks for the GPU's name, and a process that has may not fork."""
 EVIDENCE = ROOT / "src/kvferry/engines/vllm/evidence"
 
