@@ -61,7 +61,7 @@ def carried(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=40 * DEPTH)
+@settings(max_examples=20 * DEPTH)
 @given(st.data(), st.sampled_from([4096, 65536, 1 << 20]))
 def test_drawn_plans_arrive_through_any_room(way: str, data: st.DataObject, room: int) -> None:
     made: Drawn = drawn(choosing(data), data.draw(st.integers(0, 9)))
@@ -76,7 +76,7 @@ def test_drawn_plans_arrive_through_any_room(way: str, data: st.DataObject, room
 
 
 @pytest.mark.parametrize("way", ["packed", "staged"])
-@settings(max_examples=25 * DEPTH)
+@settings(max_examples=15 * DEPTH)
 @given(cases(), st.sampled_from([1 << 12, 1 << 14, 1 << 20]), st.sampled_from([0, 1, 3]))
 def test_every_byte_is_as_an_independent_oracle_says(way: str, case: oracle.Case, room: int, slot: int) -> None:
     """`staged` counts tiles from the beginning of all slots, so that any of them must do."""

@@ -25,7 +25,7 @@ DEPTH = settings().max_examples // 100
 ONE = Rates("NIC", Wire(1.0, 1.0, 1.0, 1.0), Copying(1.0, 1.0, 1.0), Copying(1.0, 1.0, 1.0))
 
 
-@settings(max_examples=40 * DEPTH)
+@settings(max_examples=25 * DEPTH)
 @given(cases())
 def test_bytes_and_runs_are_those_that_binding_finds(case: oracle.Case) -> None:
     """Neighbours that only merge across grains or layers may be counted apart."""
