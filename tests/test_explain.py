@@ -97,7 +97,7 @@ def test_what_a_rank_reads_is_counted_as_the_plan_counts_it(model):
         assert plan["bytes"] == [copies.bytes for copies in binding.copies]
         assert plan["runs"] == [len(copies) for copies in binding.copies]
         assert plan["filled"] == binding.fills.bytes
-    direct, mapped = explained["strategies"]
+    direct, mapped, *staging = explained["strategies"]
     measures = {m["label"]: m["ranks"] for m in direct["measures"]}
     assert list(measures["descriptors"]) == [sum(len(c) for c in b.copies) for b in found.bindings]
     assert list(measures["read"]) == [b.bytes for b in found.bindings]
@@ -108,6 +108,12 @@ def test_what_a_rank_reads_is_counted_as_the_plan_counts_it(model):
     ):
         assert mapped_ranks == len(plan["sources"])
         assert sum(moved > 0 for moved in plan["bytes"]) <= launches < 12 * max(1, len(plan["sources"]))
+    assert [strategy["name"] for strategy in staging] == ["packed", "staged"]
+    by_packing, by_covering = ({m["label"]: m["ranks"] for m in strategy["measures"]} for strategy in staging)
+    for rank, binding in enumerate(found.bindings):
+        assert by_covering["read"][rank] >= by_packing["read"][rank] >= binding.bytes
+        assert by_packing["read"][rank] <= 1.1 * binding.bytes + 4096 * by_packing["gathered"][rank]
+        assert 0 < by_covering["descriptors"][rank] <= by_packing["gathered"][rank]
 
 
 def test_very_many_runs_are_counted_before_merging_instead_of_refused():

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvferry.plan import Binder, Plan, Request, Spans, Tiles
 from kvferry.plan.rows import PreparedRows
+from kvferry.strategy.forecast import detours
 from kvferry.strategy.moves import Bound, Moves
 from kvferry.strided import Ints
 
@@ -68,7 +69,7 @@ class Strategy:
 
 def strategies(loads: Sequence[Load]) -> tuple[Strategy, ...]:
     """Every strategy that can be told from plans alone."""
-    return direct(loads), mapped(loads)
+    return direct(loads), mapped(loads), *by_staging(loads)
 
 
 def direct(loads: Sequence[Load]) -> Strategy:
@@ -105,6 +106,41 @@ def mapped(loads: Sequence[Load]) -> Strategy:
             Measure("table", "bytes that say where tiles lie", tuple(sum(b.table.nbytes for b in s) for s in found), "B"),
             Measure("moved", "bytes", tuple(sum(load.bytes) for load in loads), "B"),
             Measure("filled", "bytes zeroed", tuple(load.filled for load in loads), "B"),
+        ),
+    )
+
+
+def by_staging(loads: Sequence[Load]) -> tuple[Strategy, ...]:
+    """Where every load can go that way; across gaps that are worth reading with a NIC."""
+    found = [[detours(load.plan, source, load.tiles) for source in range(len(load.plan.sources))] for load in loads]
+    ranks = [[pair for pair in sources if pair is not None] for sources in found]
+    if any(len(kept) < len(sources) for kept, sources in zip(ranks, found, strict=True)):
+        return ()
+
+    def counted(way: int, name: str) -> tuple[int, ...]:
+        return tuple(sum(getattr(pair[way], name) for pair in pairs) for pairs in ranks)
+
+    filled = Measure("filled", "bytes zeroed by the decode rank itself", tuple(load.filled for load in loads), "B")
+    return (
+        Strategy(
+            "packed",
+            "On request a prefill rank gathers its bytes into staging, and they are read from there in large pieces.",
+            (
+                Measure("gathered", "runs that prefill ranks copy into staging", counted(0, "gathered")),
+                Measure("read", "bytes over the wire, close together", counted(0, "staged"), "B"),
+                Measure("scattered", "runs that the decode rank copies out of staging", counted(0, "scattered")),
+                filled,
+            ),
+        ),
+        Strategy(
+            "staged",
+            "Stretches that cover the runs are read into staging at the decode rank, which takes out what it needs.",
+            (
+                Measure("descriptors", "stretches on the wire", counted(1, "gathered")),
+                Measure("read", "bytes over the wire, gaps between runs included", counted(1, "staged"), "B"),
+                Measure("extracted", "runs that the decode rank copies out of staging", counted(1, "scattered")),
+                filled,
+            ),
         ),
     )
 

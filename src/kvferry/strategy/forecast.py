@@ -10,7 +10,7 @@ from kvferry.errors import TransportError
 from kvferry.plan import Binder, Plan, Request, Tiles
 from kvferry.plan.detour import packed, staged
 from kvferry.strategy import cost
-from kvferry.strategy.cost import Counter, Rates, Way
+from kvferry.strategy.cost import Counter, Rates, Through, Way
 from kvferry.strategy.landing import piece_bytes
 from kvferry.strategy.staging import BUDGET, sized
 
@@ -56,12 +56,23 @@ def _costs(plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rate
     out: dict[Way, float] = {"direct": cost.direct_s(load, rates)}
     if rates.path in MAPPED:
         out["mapped"] = cost.mapped_s(load, rates)
+    found = detours(plan, source, tiles, rates, budget)
+    if found is not None:
+        by_packing, by_covering = found
+        out["packed"] = cost.packed_s(by_packing, rates, piece_bytes(by_packing.staged, slot), slots)
+        out["staged"] = cost.staged_s(by_covering, rates, piece_bytes(by_covering.staged, slot))
+    return out
+
+
+def detours(
+    plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rates: Rates = USUAL["NIC"], budget: int = BUDGET
+) -> tuple[Through, Through] | None:
+    """A load by way of staging, packed and staged; None where the plan cannot go that way."""
+    slot, slots = sized(budget)
     gap = int(min(slot // _PARTS, rates.wire.descriptor_s / max(rates.wire.byte_s, 1e-15)))
     try:
-        by_packing = cost.through(packed(plan, source, slot, slot // _PARTS), tiles)
-        out["packed"] = cost.packed_s(by_packing, rates, piece_bytes(by_packing.staged, slot), slots)
-        by_covering = cost.through(staged(plan, source, slot * slots, slot // _PARTS, gap), tiles)
-        out["staged"] = cost.staged_s(by_covering, rates, piece_bytes(by_covering.staged, slot))
+        by_packing = packed(plan, source, slot, slot // _PARTS)
+        by_covering = staged(plan, source, slot * slots, slot // _PARTS, gap)
     except TransportError:
-        return out
-    return out
+        return None
+    return cost.through(by_packing, tiles), cost.through(by_covering, tiles)
