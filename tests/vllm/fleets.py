@@ -116,7 +116,7 @@ class Harbour:
         self._stack.close()
 
 
-def _engine(made: Checkpoint, connector: Connector, settings: Mapping[str, Any] | None = None, **changes: Any) -> Engine:
+def engine_of(made: Checkpoint, connector: Connector, settings: Mapping[str, Any] | None = None, **changes: Any) -> Engine:
     ours = (
         replace(connector, settings={**connector.settings, **settings}) if settings and connector.name == "ours" else connector
     )
@@ -128,7 +128,7 @@ def running(fleet: Fleet, connector: Connector, zygote: Zygote, cache: Path) -> 
     """An engine that did not come up is missed only by the pairs that need it."""
     made = checkpoint(fleet.model, cache)
     prompts = tuple(prompt(n) for n in fleet.lengths)
-    engines = {letter: _engine(made, connector, **changes) for letter, changes in fleet.engines.items()}
+    engines = {letter: engine_of(made, connector, **changes) for letter, changes in fleet.engines.items()}
     with servers(zygote, {**engines, "plain": Engine(made)}, or_refused=True) as up:
         plain = up.pop("plain")
         reference = tuple(ask_all(plain.wait(), prompts))

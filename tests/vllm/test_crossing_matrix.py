@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fleets import FLEETS, Harbour
+from fleets import FLEETS, Harbour, engine_of
 
 from crossing.checkpoints import checkpoint
 from crossing.compare import differences
@@ -61,7 +61,7 @@ def test_check_says_yes_to_every_pair_before_it_serves(checkpoints: Path, name: 
     """From the engines' command lines, where none has to run."""
     fleet = FLEETS[name]
     made = checkpoint(fleet.model, checkpoints)
-    commands = {letter: command_of(Engine(made, OURS, **changes)) for letter, changes in fleet.engines.items()}
+    commands = {letter: command_of(engine_of(made, OURS, **changes)) for letter, changes in fleet.engines.items()}
     for pair in fleet.pairs:
         found = check_commands(*(read_command(commands[letter]) for letter in pair), devices=("cpu", "cpu"))
         assert not errors(found.findings), (pair, found.findings)
