@@ -28,7 +28,7 @@ $(VENV)/.ready: $(VENV)/.runs
 # The engines' environment takes minutes to install: what needs none is shown first.
 demo: $(VENV)/.runs ## a plan, requests between two processes with every byte compared, then text from two vLLM engines and a router
 	$(BIN)/kvferry plan --model nemotron-3-nano-30b-a3b --prefill tp=2,pp=2 --decode tp=4 --tokens 100
-	$(BIN)/kvferry demo
+	$(BIN)/kvferry demo --requests 100
 	@$(MAKE) --no-print-directory up UP_ARGS='--port 0 --first-port 0 $(DEMO_ASKS)'
 
 lint: setup ## ruff and mypy
