@@ -174,14 +174,15 @@ class Binder:
 
     def _whole_ends(self, spare: int) -> dict[tuple[int, int], tuple[int, int]]:
         """By group and need: the tokens of a tile that is one run of several layers on either side, and how many of them may be
-        moved without need."""
+        moved without need. Layers that come from several stages may be a run each."""
         by_need: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, edge in enumerate(self.plan.edges):
             by_need[edge.dst_group, edge.need].append(i)
         out = {}
         for key, edges in by_need.items():
             sizes = {self._grains[i] for i in edges}
-            single = len(self.plan.needs[key[1]].layers) > 1 and all(len(self._edges[i][0]) == 1 for i in edges)
+            several = len(self.plan.needs[key[1]].layers) > len(edges) and len({self.plan.edges[i].source for i in edges}) == 1
+            single = several and all(len(self._edges[i][0]) == 1 for i in edges)
             (tokens, *finer) = sizes.pop() if len(sizes) == 1 else (0,)
             if tokens and single and finer and finer[-1] == self.plan.needs[key[1]].per_entry == 1:
                 saved = sum(len(self._edges[i][-1]) - 1 for i in edges)
