@@ -21,15 +21,7 @@ from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State, Storage
 from kvferry.transport.metadata import decode_metadata, encode_metadata
 from transport_peer import allocated
-from transport_suite import Case, Crossing, dense_case, finish
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from transport_suite import Case, Clock, Crossing, dense_case, finish
 
 
 @dataclass

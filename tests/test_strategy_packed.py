@@ -29,17 +29,9 @@ from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State
 from kvferry.transport.faults import Delay, LateLanding
 from transport_peer import PeerProcess, Rank, allocated
-from transport_suite import TCP, TIMEOUT_S, Case, ScatteredWharf, crossing, dense_case, finish, model_case, until
+from transport_suite import TCP, TIMEOUT_S, Case, Clock, ScatteredWharf, crossing, dense_case, finish, model_case, until
 
 RATES = usual("shared memory")
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

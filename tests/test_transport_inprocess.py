@@ -13,15 +13,7 @@ from kvferry.plan import Binder
 from kvferry.transport import InProcessTransport, State, Storage
 from kvferry.transport.faults import Corrupt, Delay, Drop, Duplicate, Fault, LateLanding, PeerDeath, Reorder
 from kvferry.transport.inprocess import InProcessRead
-from transport_suite import Crossing, InProcessWharf, crossing, dense_case
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from transport_suite import Clock, Crossing, InProcessWharf, crossing, dense_case
 
 
 @dataclass

@@ -26,6 +26,16 @@ TIMEOUT_S = 1.0
 TCP = {"UCX_TLS": "tcp"}
 
 
+@dataclass
+class Clock:
+    """Time that passes when a test says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @dataclass(frozen=True)
 class Case:
     """Manifests of both sides, without addresses, and one request."""

@@ -135,6 +135,24 @@ class TestInAStep:
             assert [here.outputs[name].finish_reason for name in ("r", "shares")] == [FinishReason.ERROR] * 2
             assert here.held == 0
 
+    def test_a_request_that_shares_only_what_was_there_before_goes_on(self) -> None:
+        with engines(*sides("llama", side(), side(prefix_caching=True))) as (there, here):
+            acquainted(there, here)
+            tokens = prompt(9)
+            params = prefilled(there, "r", tokens)
+            here.scheduler.add_request(here.request("held", tokens[:70], None, max_tokens=20))
+            here.step()
+            said = params["kvferry"]["lease"]
+            there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
+            here.step()
+            assert here.outputs["r"].finish_reason is FinishReason.ERROR
+            assert here.status("held") is RequestStatus.RUNNING
+            here.step_until(lambda: here.status("held") is None)
+            assert here.outputs["held"].finish_reason is FinishReason.LENGTH
+            again = here.request("again", tokens, None)
+            assert here.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 64
+
     def test_a_producer_that_ranks_no_longer_know_costs_the_request_and_not_the_engine(self) -> None:
         with engines(*sides("llama", side(), side())) as (there, here):
             acquainted(there, here)
@@ -221,8 +239,9 @@ class TestInAStep:
         (Setup("llama", engine="D", pp=2), False),
         (Setup("nemotron-h", engine="D"), False),
         (Setup("gemma3", engine="D"), False),
+        (Setup("gemma3", engine="D", hma=False), False),
     ],
-    ids=["llama", "mla", "recompute", "speculation", "pipeline", "states", "windows"],
+    ids=["llama", "mla", "recompute", "speculation", "pipeline", "states", "windows", "windows-in-one-group"],
 )
 def test_only_where_vllm_can_undo_it(setup: Setup, may: bool) -> None:
     worker = build(setup)

@@ -208,13 +208,13 @@ class Ferry:
         if not self._crossings or not self._turn.acquire(blocking=False):
             return False
         try:
-            lent = [crossing for crossing in self._crossings if is_lent(crossing)]
+            lent, under_way = [crossing for crossing in self._crossings if is_lent(crossing)], len(self._crossings)
             for crossing in lent:
                 self._attempt(crossing, self._advance)
                 self._call_for_help(crossing)
+            return under_way - len(self._crossings) < len(lent)
         finally:
             self._turn.release()
-        return any(crossing in self._crossings for crossing in lent)
 
     def close(self, limit_s: float = 10.0) -> None:
         """End the thread and the transport; loads under way are never reported. A thread that is held up in the transport keeps

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvferry.engines.vllm.tables import spec_of
+from kvferry.engines.vllm.tables import specs_of
 from kvferry.session import PeerKey
 
 SHORT_S: Final = 0.006
@@ -28,16 +28,22 @@ _REMEMBERED: Final = 16
 
 
 def may_hurry(config: Any, kv_cache_config: Any) -> bool:
-    """Whether vLLM can undo a load of this engine in its step, and neither zeroes what was loaded nor needs it earlier."""
+    """Whether vLLM can undo a load of this engine in its step, and neither zeroes what was loaded nor needs it earlier. Blocks
+    are findable by their hash before they are loaded, so that all layers must load all of them: none may have a window."""
     groups = kv_cache_config.kv_cache_groups
     return (
         len(groups) == 1
-        and type(spec_of(groups[0].kv_cache_spec)).__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
+        and all(map(_is_whole, specs_of(groups[0].kv_cache_spec)))
         and not kv_cache_config.needs_kv_cache_zeroing
         and config.kv_transfer_config.kv_load_failure_policy == "fail"
         and config.parallel_config.pipeline_parallel_size == 1
         and config.speculative_config is None
     )
+
+
+def _is_whole(spec: Any) -> bool:
+    known = type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
+    return known and spec.sliding_window is None and spec.attention_chunk_size is None
 
 
 class Haste:

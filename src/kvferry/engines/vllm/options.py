@@ -17,6 +17,8 @@ from kvferry.strategy.staging import BUDGET, LEAST
 from kvferry.transport import NixlOptions
 
 Seconds = Annotated[float, Meta(gt=0)]
+RETRY_S: Final = 0.25
+"""Between two tries to meet a named peer that is not there yet."""
 
 
 STOCK_OPTIONS: Final = {

@@ -30,7 +30,7 @@ from kvferry.engines.vllm.haste import Haste, may_hurry
 from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.media import are_named_by_request
 from kvferry.engines.vllm.nearby import rank_nearby
-from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.options import RETRY_S, Options
 from kvferry.engines.vllm.prompts import (
     can_be_handed_over,
     digest_of,
@@ -72,7 +72,6 @@ and it says once more that there is no reference."""
 SEEKERS = 4
 READ_A_STEP = 8
 """References of requests that are still in vLLM's queue."""
-RETRY_S = 0.25
 LINGER_S = 1.0
 """How long a lease is kept for other parts of a request than the one that has loaded. They come one after the other, and the
 first may be over before the last is there."""

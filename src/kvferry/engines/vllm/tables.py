@@ -35,6 +35,12 @@ def spec_of(spec: Any, layer: str = "") -> Any:
     return by_layer.get(layer) or next(iter(by_layer.values()), spec)
 
 
+def specs_of(spec: Any) -> tuple[Any, ...]:
+    """The specs of all layers of a group, or the one that they share."""
+    by_layer: Mapping[str, Any] = getattr(spec, "kv_cache_specs", None) or {}
+    return tuple(by_layer.values()) or (spec,)
+
+
 def _table(index: int, spec: Any, ids: Sequence[int], tokens: int) -> list[int] | int:
     if type(spec).__name__ != "MambaSpec":
         return [HOLE if block == NULL_BLOCK else block for block in ids[: -(-tokens // spec.block_size)]]

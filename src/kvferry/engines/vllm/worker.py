@@ -18,8 +18,9 @@ from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.nearby import stay_nearby
-from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.options import RETRY_S, Options
 from kvferry.engines.vllm.stats import FerryStats
+from kvferry.engines.vllm.tables import spec_of
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import KVFerryError, SessionError
 from kvferry.manifest import Identity, Manifest, Rank
@@ -28,7 +29,6 @@ from kvferry.session.wire import ask
 
 logger = logging.getLogger("kvferry.vllm")
 
-RETRY_S: Final = 0.25
 LINGER_S: Final = 0.003
 """How long a step in which nothing is computed waits for loads that are all but over: the next comes a millisecond later."""
 
@@ -161,7 +161,7 @@ class WorkerHalf:
             if outcome.error:
                 logger.error("request %s was not loaded on %s: %s", outcome.request, self._rank, outcome.error)
                 (failed if load is None else lost).add(outcome.request)
-                self._invalid |= _blocks(load) if load is not None else set()
+                self._invalid |= self._unloaded(load) if load is not None else set()
                 continue
             self._note(outcome)
         if in_step:
@@ -176,6 +176,14 @@ class WorkerHalf:
         seconds = {outcome.request: outcome.wire_s} if outcome.anywhere else {}
         if unhashable or seconds:
             self._report = self._report.aggregate(Report(unhashable, seconds))
+
+    def _unloaded(self, load: Load) -> set[int]:
+        """The blocks that a load in its step was to write, and none that were there before: others may share those."""
+        out: set[int] = set()
+        for group, table in load.dst.items():
+            tokens = spec_of(self._kv_cache_config.kv_cache_groups[group].kv_cache_spec).block_size
+            out.update(table[load.start // tokens :] if isinstance(table, list) else (table,))
+        return out
 
     def invalid(self) -> set[int]:
         """Blocks of loads that failed in the step that ordered them."""
@@ -197,8 +205,3 @@ class WorkerHalf:
         if self._wharf is not None:
             self._wharf.close()
             self._wharf = None
-
-
-def _blocks(load: Load) -> set[int]:
-    """All that the load was to write, and whatever lies before: vLLM takes a request back to its first block that is bad."""
-    return {block for table in load.dst.values() for block in ([table] if isinstance(table, int) else table) if block >= 0}
