@@ -12,7 +12,7 @@ from kvferry.plan.detour import packed, staged
 from kvferry.strategy import cost
 from kvferry.strategy.cost import Counter, Rates, Through, Way
 from kvferry.strategy.landing import piece_bytes
-from kvferry.strategy.staging import BUDGET, sized
+from kvferry.strategy.staging import BUDGET, DEVICE_CUT, HOST_CUT, Cut, sized
 
 MAPPED: Final = ("same GPU", "NVLink", "PCIe", "shared memory")
 """Paths inside one machine, where a producer's memory may be mapped."""
@@ -51,7 +51,7 @@ def _forecast(name: str, rates: Rates, loads: Sequence[tuple[Plan, Mapping[tuple
 
 
 def _costs(plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rates: Rates, budget: int) -> dict[Way, float]:
-    slot, slots = sized(budget)
+    slot, slots = sized(budget, _cut(rates))
     load = Counter(plan, source).count(tiles)
     out: dict[Way, float] = {"direct": cost.direct_s(load, rates)}
     if rates.path in MAPPED:
@@ -59,16 +59,20 @@ def _costs(plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rate
     found = detours(plan, source, tiles, rates, budget)
     if found is not None:
         by_packing, by_covering = found
-        out["packed"] = cost.packed_s(by_packing, rates, piece_bytes(by_packing.staged, slot), slots)
-        out["staged"] = cost.staged_s(by_covering, rates, piece_bytes(by_covering.staged, slot))
+        out["packed"] = cost.packed_s(by_packing, rates, piece_bytes(by_packing.staged, slot, _cut(rates)), slots)
+        out["staged"] = cost.staged_s(by_covering, rates, piece_bytes(by_covering.staged, slot, _cut(rates)))
     return out
+
+
+def _cut(rates: Rates) -> Cut:
+    return DEVICE_CUT if rates.scattering.beside else HOST_CUT
 
 
 def detours(
     plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rates: Rates = USUAL["NIC"], budget: int = BUDGET
 ) -> tuple[Through, Through] | None:
     """A load by way of staging, packed and staged; None where the plan cannot go that way."""
-    slot, slots = sized(budget)
+    slot, slots = sized(budget, _cut(rates))
     gap = int(min(slot // _PARTS, rates.wire.descriptor_s / max(rates.wire.byte_s, 1e-15)))
     try:
         by_packing = packed(plan, source, slot, slot // _PARTS)

@@ -26,7 +26,7 @@ from kvferry.plan.detour import Detour, Key, Piece, Pieces, tiles_here, tiles_th
 from kvferry.strategy.gathering import Ask, Free, Introduction, pack
 from kvferry.strategy.movers import Mover, Ticket
 from kvferry.strategy.moves import Moves
-from kvferry.strategy.staging import Boards, Offer, Slots, Staging, Words, board_plan, noting, pages, ring_plan
+from kvferry.strategy.staging import Boards, Cut, Offer, Slots, Staging, Words, board_plan, noting, pages, ring_plan
 from kvferry.transport.contract import Prepared, Read, State, Storage, Telemetry, Transport
 
 Way = Literal["packed", "staged"]
@@ -35,14 +35,12 @@ TIMEOUT_S: Final = 30.0
 AGAIN_S: Final = 2.0
 """After so long without an answer a producer is told once more what to gather, and by which plan: it may have forgotten it."""
 _TRIES: Final = 4
-_SHORTEST: Final = 1 << 19
 _SEVERAL: Final = 4
 
 
-def piece_bytes(staged: int, most: int) -> int:
-    """How long the pieces of a load are: so that a few follow each other, since they overlap, but not of next to nothing, since
-    each is asked for, read and checked by itself. A slot holds `most`."""
-    return min(most, max(_SHORTEST, -(-staged // _SEVERAL)))
+def piece_bytes(staged: int, most: int, cut: Cut) -> int:
+    """How long the pieces of a load are: so that a few follow each other, since they overlap. A slot holds `most`."""
+    return min(most, max(cut.shortest, -(-staged // _SEVERAL)))
 
 
 class _Stage(Enum):
@@ -156,6 +154,10 @@ class Landing:
         return self._slots.free
 
     @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    @property
     def slots(self) -> int:
         return self._slots.count
 
@@ -224,7 +226,8 @@ class Landing:
         parts = detoured.detour.parts
         most = self._staging.slot if detoured.source is None else self.room(detoured.source.offer)
         least = 2 * max((part.size for part in parts), default=0)
-        room = min(most, max(least, piece_bytes(sum(part.size * counts.get(part.key, 0) for part in parts), most)))
+        staged = sum(part.size * counts.get(part.key, 0) for part in parts)
+        room = min(most, max(least, piece_bytes(staged, most, self._staging.cut)))
         read = DetouredRead(detoured, tiles, Pieces(parts, counts), now, now, room, notification)
         read.size = sum(part.bytes * counts.get(part.key, 0) for part in parts)
         self._running.add(read)
@@ -236,7 +239,7 @@ class Landing:
         """Moves the read on, and, where it waits for a slot, those that have one: nobody else may be asking after them."""
         self._attempt(read)
         if read.state is State.RUNNING and not read.flights:
-            for other in tuple(self._running - {read}):
+            for other in [it for it in self._running if it.flights]:
                 self._attempt(other)
             self._attempt(read)
         return read.state

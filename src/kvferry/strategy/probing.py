@@ -21,7 +21,9 @@ from kvferry.transport.contract import Prepared, Read, State, Storage, Transport
 
 LIMIT_S: Final = 0.25
 """In all. A producer that does not answer so soon is one whose numbers would be wrong."""
-_PIECES: Final = 128
+_PAGES: Final = 256
+_SOON_S: Final = 0.002
+"""What so many pages take no longer than says more of the path's latency than of its bytes: a whole slot is read."""
 _CRUMBS: Final = 1024
 """So many descriptors of a few bytes are read to learn what one costs: more than are posted in one go."""
 _CRUMB: Final = 32
@@ -45,16 +47,20 @@ def probed(
     if wire.path(source.peer).slow:
         raise TransportError(f"{wire.path(source.peer).name} moves while the producer looks at it")
     round_s = seconds(source.board, noting(source.note))
-    count = min(_PIECES, source.offer.slot // PAGE // 2, staging.slot // PAGE // 2)
-    if clock() <= started or 2 * count * PAGE < 2 * _CRUMB * _CRUMBS:
+    most = min(source.offer.slot, staging.slot) // PAGE
+    count = min(_PAGES, most)
+    if clock() <= started or count * PAGE < 2 * _CRUMB * _CRUMBS:
         raise TransportError("slots are too small to tell")
     first = slot * (staging.slot // PAGE)
-    together = seconds(source.ring, _pages(2 * count, 1, first))
+    together = seconds(source.ring, _pages(count, 1, first))
+    if count < most and together < _SOON_S:
+        count = most
+        together = seconds(source.ring, _pages(count, 1, first))
     apart = seconds(*_crumbs(wire, source, staging, slot))
     device = "vram" in (source.offer.memory, staging.storage.memory)
     path = cost.of_path(wire.path(source.peer).name, device)
     usual = cost.WIRES[path]
-    byte_s = max(together - round_s, 0.1 * together) / (2 * count * PAGE)
+    byte_s = max(together - round_s, 0.1 * together) / (count * PAGE)
     descriptor_s = max(apart - round_s, 0.1 * apart) / _CRUMBS
     return Wire(round_s, descriptor_s, byte_s, usual.answer_s), path
 

@@ -60,22 +60,22 @@ class ScatteredPrepared:
     detours: Mapping[Way, Detoured]
     counter: Counter
     rates: Rates
-    slots: tuple[int, int]
+    staging: Staging
     connection: _Connection
     anywhere: bool = False
 
     def costs(self, tiles: Mapping[tuple[int, int], Tiles]) -> dict[Way, float]:
         """Seconds that the load would take by each way."""
         out: dict[Way, float] = {}
-        slot, slots = self.slots
+        slot, slots, cut = self.staging.slot, self.staging.slots, self.staging.cut
         if self.direct is not None:
             out["direct"] = cost.direct_s(self.counter.count(tiles), self.rates)
         for way, found in self.detours.items():
             load = cost.through(found.detour, tiles)
             if way == "packed":
-                out[way] = cost.packed_s(load, self.rates, piece_bytes(load.staged, slot), slots)
+                out[way] = cost.packed_s(load, self.rates, piece_bytes(load.staged, slot, cut), slots)
             else:
-                out[way] = cost.staged_s(load, self.rates, piece_bytes(load.staged, slot))
+                out[way] = cost.staged_s(load, self.rates, piece_bytes(load.staged, slot, cut))
         return out
 
 
@@ -127,8 +127,8 @@ class Scattered:
 
     @property
     def hurried(self) -> bool:
-        """Whether somebody waits for what this end gathers."""
-        return self.gathering.busy
+        """Whether somebody waits for what this end gathers, or for what it asked others to."""
+        return self.gathering.busy or self.landing.busy
 
     def register(self, storages: Sequence[Storage]) -> None:
         self._wire.register(storages)
@@ -179,9 +179,8 @@ class Scattered:
         if direct is None and not detours:
             raise TransportError(f"peer {peer}: {reason}")
         rates = self.rates(peer)
-        slots = self._staging.slot, self._staging.slots
         rows = direct.rows if direct is not None else sum(len(found.moves.pieces) for found in detours.values())
-        return ScatteredPrepared(peer, rows, direct, detours, counter, rates, slots, self._connected(peer))
+        return ScatteredPrepared(peer, rows, direct, detours, counter, rates, self._staging, self._connected(peer))
 
     def _reach(self, plan: Plan, source: int, peer: str) -> None:
         """Raises TransportError where the transport does not reach all of the peer's memory: then there is no way at all.

@@ -25,9 +25,6 @@ PAGE: Final = 1 << 14
 """Slots are read by pages, those that follow each other as one descriptor."""
 LEAST: Final = 4 * PAGE
 BUDGET: Final = 256 << 20
-SLOT: Final = 8 << 20
-"""The longest that a slot is: a piece is gathered while others are on the wire, so that there should be several."""
-_SEVERAL: Final = 8
 _MOST_SLOTS: Final = 512
 _WORD: Final = 8
 _NOTE: Final = _MOST_SLOTS * _WORD
@@ -38,6 +35,22 @@ Words = npt.NDArray[np.int64]
 Memory = Literal["dram", "vram"]
 SECRET: Final = 16
 Secret = Annotated[bytes, Meta(min_length=SECRET, max_length=SECRET)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a ring is cut, and what passes through it: a piece is gathered while others are on the wire, so that there are
+    `slots` of them at least; but each is asked for, read and checked by itself, which takes as long as `shortest` bytes do.
+    A slot is no longer than `longest`."""
+
+    shortest: int
+    longest: int
+    slots: int
+
+
+HOST_CUT: Final = Cut(1 << 19, 8 << 20, 8)
+PINNED_CUT: Final = Cut(8 << 20, 64 << 20, 4)
+DEVICE_CUT: Final = Cut(256 << 20, 256 << 20, 4)
 
 
 class Offer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -60,6 +73,7 @@ class Staging:
     slot: int
     slots: int
     keep: Any = None
+    cut: Cut = HOST_CUT
 
     @property
     def sending(self) -> Storage:
@@ -74,12 +88,12 @@ class Staging:
         return Storage(self.storage.address + index * length, length, self.storage.memory, self.storage.device)
 
 
-def sized(budget: int) -> tuple[int, int]:
+def sized(budget: int, cut: Cut = HOST_CUT) -> tuple[int, int]:
     """Bytes of a slot, and slots of either ring, so that both rings together stay within a budget."""
     if budget < LEAST:
         raise TransportError(f"{budget:,} bytes of staging are too few: give {LEAST:,} at least")
     half = budget // 2
-    slot = max(min(SLOT, half // _SEVERAL), half // _MOST_SLOTS, PAGE) // PAGE * PAGE
+    slot = max(min(cut.longest, half // cut.slots), half // _MOST_SLOTS, PAGE) // PAGE * PAGE
     return slot, min(half // slot, _MOST_SLOTS)
 
 
