@@ -532,11 +532,12 @@ def times_useful(made: Checkpoint, dtype: str, tokens: int, moved: int) -> float
     """The attention bytes among those that a Nemotron-H moved, beside those that the prompt's tokens have at D. Its states in
     float32, but for the convolutions'."""
     config, item = made.architecture.config(), ITEM[dtype]
-    kinds = config.layers_block_type
+    recurrent = sum(kind in ("mamba", "linear_attention") for kind in config.layers_block_type)
+    attending = sum(kind in ("attention", "full_attention") for kind in config.layers_block_type)
     channels = config.mamba_num_heads * config.mamba_head_dim
     taps = (channels + 2 * config.n_groups * config.ssm_state_size) * (config.conv_kernel - 1)
-    states = kinds.count("mamba") * (channels * config.ssm_state_size * ITEM["float32"] + taps * item)
-    token = kinds.count("attention") * 2 * config.num_key_value_heads * config.head_dim * item
+    states = recurrent * (channels * config.ssm_state_size * ITEM["float32"] + taps * item)
+    token = attending * 2 * config.num_key_value_heads * config.head_dim * item
     return (moved - states) / (token * (tokens - 1))
 
 
