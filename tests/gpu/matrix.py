@@ -523,8 +523,8 @@ def judge(
 
 def strange(consumer: Server, tokens: Prompt, alone: Answer, dtype: str) -> Difference:
     """Whether D, which finds some of the prompt in its cache, answers neither as the engine alone nor as it does itself where
-    it finds nothing. All three compute in other steps, and what is rounded otherwise may choose another expert. In bfloat16 only
-    the first token is sure to be near."""
+    it finds nothing. All three compute in other steps, and what is rounded otherwise may choose another expert. In bfloat16
+    only the first token is sure to be near."""
     anew = {"cache_salt": uuid.uuid4().hex}
     places = 1 if dtype != "float32" else NEW
     got, other, alone = (begun(it, places) for it in (

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.fleet.legs import Answer
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 
 import matrix
@@ -76,3 +78,27 @@ def test_prompts_that_share_prefixes_are_no_two_pairs_the_same() -> None:
     one, other = matrix.shared_prompts(0), matrix.shared_prompts(1)
     assert one[1][:300] == one[0][:300] != other[0][:300]
     assert not {it[:32] for it in one} & {it[:32] for it in other}
+
+
+def answered(token: int, logprob: float) -> Answer:
+    return Answer(200, (token,), (logprob,), (((token, logprob), (token + 1, logprob - 2)),))
+
+
+@pytest.mark.parametrize(
+    ("from_its_cache", "anew", "right"),
+    [
+        (answered(5, -0.5), answered(9, -0.7), True),
+        (answered(9, -0.7), answered(9, -0.7), True),
+        (answered(7, -0.7), answered(9, -0.7), False),
+        (answered(5, -1.5), answered(5, -0.5), False),
+    ],
+)
+def test_a_prefix_cache_is_poisoned_where_d_answers_like_nobody(
+    from_its_cache: Answer, anew: Answer, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(server: Any, tokens: Any, *, max_new: int, settings: Any = None) -> Answer:
+        return anew if settings else from_its_cache
+
+    monkeypatch.setattr(matrix, "ask", ask)
+    server: Any = None
+    assert matrix.strange(server, (1, 2), answered(5, -0.5), "bfloat16").right == right
