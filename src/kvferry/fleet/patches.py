@@ -5,6 +5,7 @@ On a CPU: tiny engines on few cores. On a GPU nothing that a user's engine does 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import pickle
 import tempfile
@@ -27,8 +28,12 @@ WIDE_WEIGHTS = "FLEET_WIDE_WEIGHTS"
 """The variable that makes weights of `--load-format dummy` wide enough for the text to depend on the whole prompt."""
 
 LAST_TOKEN_APART = "FLEET_LAST_TOKEN_APART"
-"""The variable that has an engine compute a prompt in the steps of a pair: all tokens but the last, and then that one. Requests
-must come one at a time."""
+"""The variable that has an engine compute a prompt in the steps of a pair: all tokens but the last, and then that one."""
+
+FIRST_TUNING = "VLLM_TRITON_FORCE_FIRST_CONFIG"
+"""vLLM's own variable, which it reads when it is imported: forked servers would be too late. Kernels are not timed to choose
+how they are tiled: engines would choose otherwise, and round otherwise. Here the smallest tiles come first."""
+USUAL_WARPS = 4
 
 STOCK_AGENT_THREADS = 4
 WIDTH = 2.5
@@ -61,26 +66,69 @@ def apply_ordered() -> None:
         _widen_dummy_weights()
     if os.environ.get(LAST_TOKEN_APART):
         _compute_last_tokens_apart()
+    if os.environ.get(FIRST_TUNING):
+        _tile_without_timing()
     if os.environ.get(one_gpu.VARIABLE):
         one_gpu.share()
 
 
 def _compute_last_tokens_apart() -> None:
-    """What two engines compute in steps of N-1 tokens and of one is rounded otherwise than what one computes in a step of N."""
+    """What two engines compute in steps of N-1 tokens and of one is rounded otherwise than what one computes in a step of N. To
+    the scheduler a prompt ends before its last token until all others are computed, as P's does: its length also decides what
+    is found in a prefix cache, and which states are kept there."""
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
-    original = Scheduler.schedule
+    schedule, update = Scheduler.schedule, Scheduler._update_after_schedule
+    shorter: set[Any] = set()
+
+    def less_one(whole: property) -> property:
+        return property(lambda request: whole.fget(request) - (request in shorter))  # type: ignore[misc]
+
+    def lengthen() -> None:
+        while shorter:
+            shorter.pop().num_prompt_tokens += 1
 
     def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
-        most = self.max_num_scheduled_tokens
-        fresh = [request.num_prompt_tokens - 1 for request in self.waiting if not request.num_computed_tokens]
-        self.max_num_scheduled_tokens = min([most, *(tokens for tokens in fresh if tokens)])
+        for request in (*self.waiting, *self.running):
+            if request.num_computed_tokens < request.num_prompt_tokens - 1:
+                shorter.add(request)
+                request.num_prompt_tokens -= 1
         try:
-            return original(self, *args, **kwargs)
+            return schedule(self, *args, **kwargs)
         finally:
-            self.max_num_scheduled_tokens = most
+            lengthen()
 
-    Scheduler.schedule = apart
+    def whole_again(self: Any, output: Any) -> None:
+        lengthen()
+        update(self, output)
+
+    Request.num_tokens = less_one(Request.num_tokens)
+    Request.num_tokens_with_spec = less_one(Request.num_tokens_with_spec)
+    Scheduler.schedule, Scheduler._update_after_schedule = apart, whole_again
+
+
+def _tile_without_timing() -> None:
+    """Large tiles of float32 that is not rounded to TF32 compile for minutes."""
+    from triton.runtime.autotuner import Autotuner
+    from vllm.triton_utils import force_first_config
+
+    force_first_config.install()
+    first_that_runs = Autotuner.run
+    ordered: set[int] = set()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in ordered:
+            ordered.add(id(self))
+            self.configs = sorted(self.configs, key=_size_of_tiles)
+        return first_that_runs(self, *args, **kwargs)
+
+    Autotuner.run = run
+
+
+def _size_of_tiles(config: Any) -> tuple[int, int]:
+    sizes = [value for value in config.kwargs.values() if isinstance(value, int) and not isinstance(value, bool)]
+    return math.prod(sizes), abs(config.num_warps - USUAL_WARPS)
 
 
 def _take_the_agent_of_stock() -> None:
