@@ -8,9 +8,10 @@ in host memory, where there is no GPU, and with labels that lie about it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.bench.child import child
+from kvferry.bench.child import Child, child
 from kvferry.bench.memory import Memory, allocate
 from kvferry.engines.vllm import manifest_of
 from kvferry.engines.vllm.options import Options
@@ -44,7 +45,7 @@ ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 NUMBER: Mapping[int, Any] = {2: np.uint16, 4: np.uint32}
 TAPS = 3
 SLOTS = 8
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -560,7 +561,7 @@ def _path(berth: Berth) -> str:
 
 @dataclass(frozen=True)
 class Ask:
-    """What the producer's process is to hold."""
+    """What a producer's process is to hold."""
 
     side: Side
     place: Place
@@ -568,46 +569,110 @@ class Ask:
     settings: dict[str, Any]
 
 
-def hold(parent: Connection) -> None:
-    """The producer's process: one prefilled engine at a time, until nothing more is asked."""
+@dataclass(frozen=True)
+class Fetch:
+    """What a consumer's process is to load."""
+
+    side: Side
+    place: Place
+    tokens: int
+    settings: dict[str, Any]
+    welcome: Welcome
+    lease: Lease
+    src: Tables
+
+
+def serve(parent: Connection) -> None:
+    """One of the two processes: holds one prefilled engine at a time, or loads, until nothing more is asked."""
     held: Pier | None = None
     while True:
         try:
-            ask = parent.recv()
+            asked = parent.recv()
         except (EOFError, OSError):
-            ask = None
+            asked = None
         if held is not None:
             held.close()
             held = None
-        if ask is None:
+        if asked is None:
             return
         try:
-            held = pier(ask.side, ask.place, ask.tokens, wharf(ask.settings))
-            for berth in held.berths:
-                berth.start()
-            parent.send((held.welcome, held.lease))
+            if isinstance(asked, Ask):
+                held = pier(asked.side, asked.place, asked.tokens, wharf(asked.settings))
+                for berth in held.berths:
+                    berth.start()
+                parent.send((held.welcome, held.lease))
+            else:
+                end = wharf(asked.settings)
+                parent.send(arrive(asked.side, asked.place, asked.tokens, end, asked.welcome, asked.lease, asked.src))
         except Exception as error:  # noqa: BLE001  whatever it is, the other process says it
             parent.send(f"{type(error).__name__}: {error}")
 
 
-@contextmanager
-def holder() -> Iterator[Connection]:
-    with child("the producer's process", hold) as found:
-        yield found.pipe
+class Helper:
+    """A process of its own, started when it is needed and again if it died; `environment` is set in it."""
+
+    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+        self._name, self._environment = name, environment or {}
+        self._stack: ExitStack | None = None
+        self._child: Child | None = None
+
+    def ask(self, what: Any) -> Any:
+        pipe = self._running().pipe
+        try:
+            pipe.send(what)
+            if not pipe.poll(2 * PATIENCE_S):
+                raise TimeoutError(f"{self._name} says nothing for {2 * PATIENCE_S:g} s")
+            said = pipe.recv()
+        except (OSError, EOFError, TimeoutError) as error:
+            self.close()
+            raise RuntimeError(f"{self._name} is gone: {type(error).__name__} {error}") from None
+        if isinstance(said, str):
+            raise RuntimeError(f"{self._name}: {said}")
+        return said
+
+    def _running(self) -> Child:
+        if self._child is None or not self._child.process.is_alive():
+            self.close()
+            self._stack = ExitStack()
+            before = {name: os.environ.get(name) for name in self._environment}
+            os.environ.update(self._environment)
+            try:
+                self._child = self._stack.enter_context(child(self._name, serve))
+            finally:
+                for name, value in before.items():
+                    os.environ.pop(name)
+                    if value is not None:
+                        os.environ[name] = value
+        return self._child
+
+    def close(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+        self._stack = self._child = None
 
 
 def ferried(
-    pipe: Connection, sides: tuple[Side, Side], places: tuple[Place, Place], tokens: int, settings: Mapping[str, Any]
+    helpers: tuple[Helper, Helper],
+    sides: tuple[Side, Side],
+    places: tuple[Place, Place],
+    tokens: int,
+    settings: Mapping[str, Any],
 ) -> Arrival:
-    """A request from another process's engine into one of this process, over NIXL, as connectors with these options do it."""
-    pipe.send(Ask(sides[0], places[0], tokens, dict(settings)))
-    if not pipe.poll(PATIENCE_S):
-        raise TimeoutError(f"the producer's process says nothing for {PATIENCE_S:g} s")
-    said = pipe.recv()
-    if isinstance(said, str):
-        raise RuntimeError(f"the producer's process: {said}")
-    welcome, lease = said
-    return arrive(sides[1], places[1], tokens, wharf(settings), welcome, lease, tables_of(sides[0], tokens, 1))
+    """A request from one process's engine into another's, over NIXL, as connectors with these options do it."""
+    welcome, lease = helpers[0].ask(Ask(sides[0], places[0], tokens, dict(settings)))
+    src = tables_of(sides[0], tokens, 1)
+    found = helpers[1].ask(Fetch(sides[1], places[1], tokens, dict(settings), welcome, lease, src))
+    assert isinstance(found, Arrival)
+    return found
+
+
+def assert_right(arrival: Arrival, here: Side, tokens: int) -> None:
+    """Every token and state arrived, all else is as it was, and so many bytes were seen to move as there had to be."""
+    assert [outcome.error for outcome in arrival.outcomes] == [""] * here.tp
+    assert arrival.wrong == []
+    moved = [bytes_of(here, tokens)] * here.tp
+    assert [outcome.moved for outcome in arrival.outcomes] == moved
+    assert [outcome.predicted for outcome in arrival.outcomes] == moved
 
 
 FLASH = Side("cuda", "FLASH_ATTN", "k then v", "BLHNC", 16)

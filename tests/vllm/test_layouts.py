@@ -125,6 +125,8 @@ def test_kernels_keep_states_where_the_manifest_says() -> None:
     outcomes, troubles = watch_states()
     assert {o.what.split(",")[0] for o in outcomes} == {"Mamba2", "Mamba1", "short convolution", "gated delta net", "KDA"}
     assert troubles == ()
+    stepped = {o.what.split(",")[0] for o in outcomes if o.found.startswith("conv and state")}
+    assert stepped == {"Mamba2", "Mamba1", "gated delta net"}
 
 
 def test_control_a_kernel_that_keeps_a_state_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,9 @@ def _opaque(parts: Mapping[str, Shape]) -> bool:
 
 
 def _held(parts: Mapping[str, Shape]) -> str:
-    return ", ".join(str(shape.element) if shape.element.opaque else f"{name} in {shape.element}" for name, shape in parts.items())
+    return ", ".join(
+        str(shape.element) if shape.element.opaque else f"{name} in {shape.element}" for name, shape in parts.items()
+    )
 
 
 def _reach(reach: Reach) -> str:
