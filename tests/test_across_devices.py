@@ -6,6 +6,7 @@ tests/gpu/test_across.py runs the same body with memory that is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -30,7 +31,7 @@ from across import (
     declared,
     tables_of,
 )
-from kvferry.errors import MismatchError
+from kvferry.errors import MismatchError, ScatteredError
 from kvferry.manifest import Identity, Manifest, check_manifest
 from kvferry.plan import make_plans
 from kvferry.session import Words
@@ -172,6 +173,18 @@ def test_what_cannot_cross_is_refused_by_name(there: Side, says: str) -> None:
         make_plans([consumer], [producer])
     assert says in str(found.value)
     assert "does not hold" not in str(found.value)
+
+
+def test_a_state_that_would_fall_into_too_many_runs_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gated delta net is turned around element by element: of real size, that is beyond what is proved."""
+    there, here = PAIRS["gated delta net, square"]
+    monkeypatch.setattr(sys.modules["kvferry.plan.prove"], "MAX_RUNS", 2500)
+    producer = declared(there, 0, "P", 1 << 30, "vram")[0]
+    one, half = ([declared(replace(here, tp=tp), r, "D", 1 << 30, "dram")[0] for r in range(tp)] for tp in (1, 2))
+    says = r"layers\.2\.mixer ssm .*: 2,048 runs of 4 bytes for one rank.*more tensor-parallel ranks here have fewer each"
+    with pytest.raises(ScatteredError, match=says):
+        make_plans(one, [producer])
+    assert len(make_plans(half, [producer])) == 2
 
 
 @pytest.fixture(scope="module")
