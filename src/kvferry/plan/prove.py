@@ -150,8 +150,8 @@ class _Prover:
         known = group in self.groups and run.dst_region < len(self.dst_base)
         where = self._run_whereabouts(self.groups[group], run) if known else "a plan"
         return ScatteredError(
-            f"{where}: {count:,} runs of {run.length:,} bytes for one rank, and a plan has {MAX_RUNS:,} runs a tile at most: the "
-            "two sides keep it in orders that have no longer runs in common; more tensor-parallel ranks here have fewer each"
+            f"{where}: {count:,} runs of {run.length:,} bytes for one rank, and a plan has {MAX_RUNS:,} runs a tile at most: "
+            "the two sides keep it in orders that have no longer runs in common; more tensor-parallel ranks here have fewer each"
         )
 
     def _check_indices(self, flow: Edge | Fill, grain: Grain) -> None:
