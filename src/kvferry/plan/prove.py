@@ -151,7 +151,7 @@ class _Prover:
         where = self._run_whereabouts(self.groups[group], run) if known else "a plan"
         return ScatteredError(
             f"{where}: {count:,} runs of {run.length:,} bytes for one rank, and a plan has {MAX_RUNS:,} runs a tile at most: "
-            "the two sides keep it in orders that have no longer runs in common; more tensor-parallel ranks here have fewer each"
+            "both sides keep it in orders that have no longer runs in common; more tensor-parallel ranks here have fewer each"
         )
 
     def _check_indices(self, flow: Edge | Fill, grain: Grain) -> None:
