@@ -31,6 +31,7 @@ OTHERS = (
     ("synthetic-12", "tp=1,kv=separate", "tp=4,kv=transposed"),
     ("llama-3.1-8b", "tp=4,block=48", "tp=16,kv=separate,pool=block"),
     ("gemma-3-27b", "tp=1,hma=off", "tp=2,hma=off,block=32"),
+    ("llama-3.1-8b", "tp=2,pool=block", "tp=2,pool=block"),
 )
 """Memory layouts that the pairs above do not have."""
 

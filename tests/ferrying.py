@@ -65,7 +65,7 @@ def kind_of(kind: oracle.Kind) -> m.LayerKind:
 def manifest_of(case: oracle.Case, side: oracle.Side, rank: tuple[int, int], engine: str) -> m.Manifest:
     tp, pp = rank
     mem = side.memory
-    layout = m.Layout(mem.block, mem.kv, mem.order, mem.conv, mem.spec, mem.pool, mem.overlay, mem.page_align)  # type: ignore[arg-type]
+    layout = m.Layout(mem.block, mem.kv, mem.order, mem.conv, mem.spec, mem.pool, mem.overlay, mem.page_align, mem.delta)  # type: ignore[arg-type]
     groups = tuple(
         m.GroupSpec(
             group.id,

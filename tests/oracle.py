@@ -58,6 +58,7 @@ class Memory:
     pool: str = "layer"
     overlay: bool = True
     page_align: int = 1
+    delta: str = "vk"
 
 
 def even_share(units: int, rank: int, tp: int, width: int = 1) -> slice:
@@ -376,6 +377,16 @@ class GatedDelta(State):
 
     def matrix(self, tp: int) -> tuple[int, ...]:
         return (self.v_heads // tp, self.v_dim, self.k_dim)
+
+    def views(self, pages: Sequence[Bytes], tp: int, memory: Memory) -> dict[str, Bytes]:
+        out = super().views(pages, tp, memory)
+        if memory.delta == "kv":
+            heads, v_dim, k_dim = self.matrix(tp)
+            end = self.page_sizes(tp, memory)[0]
+            first = end - heads * v_dim * k_dim * self.ssm_item
+            by_key = split_axis(pages[0][:, first:end], heads, k_dim, v_dim, self.ssm_item)
+            out["ssm"] = by_key.transpose(0, 1, 3, 2, 4)
+        return out
 
     def owned(self, rank: int, tp: int) -> dict[str, Slices]:
         qk = even_share(self.k_heads, rank, tp, self.k_dim)

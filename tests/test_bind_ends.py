@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cli.plan import Shown
+from kvferry.explain.cost import Load
 from kvferry.manifest import Attention, GroupSpec, Identity, LayerSpec, Layout, Manifest, build_manifest
 from kvferry.models import Side, load_model, manifests
-from kvferry.plan import SPARE, Binder, Binding, Request, make_plans
+from kvferry.plan import SPARE, Binder, Binding, Plan, Request, make_plans
+from kvferry.session import Ferry, Meeting, PeerKey, Words
+from kvferry.session.crossing import Peer
+from kvferry.strategy.cost import Counter, direct_s
+from kvferry.strategy.forecast import USUAL
+from kvferry.transport import Harbour, InProcessTransport
 
 BLOCKS = 12
 
@@ -104,3 +113,30 @@ def test_a_short_prompt_in_a_large_block_moves_its_tokens_and_the_states() -> No
 def test_where_a_block_is_many_runs_anyway_it_is_cut() -> None:
     cut, whole = (bound("llama-3.1-8b", 23, "layer", spare) for spare in (0, SPARE))
     assert (cut.bytes, len(cut.fills)) == (whole.bytes, len(whole.fills))
+
+
+def met(plans: Sequence[Plan]) -> Peer:
+    """A producer as a session knows it once it has met it."""
+    harbour, identity = Harbour(), Identity("D", "1", "m")
+    ferry = Ferry(InProcessTransport("d", harbour), Words(2, identity), 0, lambda fills: None)
+    peer = PeerKey("127.0.0.1:7000", "P", "1")
+    ferry.meet(Meeting(peer, (), tuple(plans)))
+    ferry.step()
+    return ferry._peers[peer]
+
+
+@pytest.mark.parametrize(("pool", "tokens"), [("block", 32), ("layer", 23)])
+def test_what_is_planned_explained_and_foretold_is_what_a_session_moves(pool: str, tokens: int) -> None:
+    side = Side.parse(f"tp=1,pool={pool}")
+    shown = Shown(load_model("llama-3.1-8b"), side, side, 24)
+    (plan,) = shown.plans
+    served = met(shown.plans).binder.load(shown.request)
+    assert served.bytes == tokens * 32 * 2 * 8 * 128 * 2
+    (planned,) = shown.document()["request"]["ranks"]
+    assert (planned["bytes"], planned["useful_bytes"]) == (served.bytes, 23 * 32 * 2 * 8 * 128 * 2)
+    assert len(planned["fills"]) == len(served.fills)
+    explained = Load.of(plan, shown.request)
+    assert (sum(explained.bytes), explained.filled) == (served.bytes, served.fills.bytes)
+    foretold = {found.path: found.seconds["direct"] for found in shown.forecasts}
+    counted = Counter(plan, 0).count(served.tiles)
+    assert foretold == {path: pytest.approx(direct_s(counted, rates)) for path, rates in USUAL.items()}

@@ -136,8 +136,21 @@ def test_scattered_blocks_holes_and_tokens_held_already_are_traced(browser, tmp_
         for t, m in ((found.request.src, found.producers), (found.request.dst, found.consumers))
     )
     found.request = Request(found.request.tokens, src, dst, start=64)
-    found.bindings = [Binder(plan).bind(found.request) for plan in found.plans]
+    found.bindings = [Binder.of_sessions(plan).bind(found.request) for plan in found.plans]
     check_bytes(browser, tmp_path, found, json.loads(msgspec.json.encode(found.document())))
+
+
+def test_the_end_of_a_block_that_is_moved_whole_is_said_to_be(browser, tmp_path):
+    tab = browser.open(written(tmp_path, *transfer("llama-3.1-8b", "tp=1,pool=block", "tp=1,pool=block", 24)))
+    tab.value("document.getElementById('rows').focus()")
+    tab.press("End")
+    last = tab.value("document.getElementById('token').textContent")
+    assert last.startswith("Token 23, ")
+    assert (
+        "decode computes it itself. Its slot is moved all the same, from prefill block 2, slot 7 to decode block 2, slot 7"
+        in last
+    )
+    tab.close()
 
 
 def test_padding_of_a_held_block_is_nobodys(browser, tmp_path):

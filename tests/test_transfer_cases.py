@@ -144,6 +144,15 @@ def test_conv_states_move_in_either_order_of_taps_and_channels(p: int, d: int, t
     move(layers, make_side(layers, Memory(conv=there), tp=p), make_side(layers, Memory(conv=here), tp=d))
 
 
+@pytest.mark.parametrize(("p", "d"), [(1, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("there", "here"), [("vk", "kv"), ("kv", "vk"), ("kv", "kv")])
+def test_states_of_gated_delta_nets_move_in_either_order_of_keys_and_values(p: int, d: int, there: str, here: str) -> None:
+    layers = model(
+        oracle.GatedDelta(k_heads=6, v_heads=12, k_dim=2, v_dim=3), oracle.GatedDelta(k_heads=6, v_heads=6, k_dim=4, v_dim=4)
+    )
+    move(layers, make_side(layers, Memory(delta=there), tp=p), make_side(layers, Memory(delta=here), tp=d))
+
+
 @pytest.mark.parametrize(("p", "d"), [(8, 1), (8, 4), (1, 8), (4, 8), (8, 2), (2, 8), (8, 8)])
 @pytest.mark.parametrize("order", ["head", "token"])
 def test_replicated_kv_heads_are_read_once(p: int, d: int, order: str) -> None:

@@ -129,6 +129,7 @@ def memories(draw: Draw, block: int) -> oracle.Memory:
         draw(st.sampled_from(["layer", "block"])),
         draw(st.booleans()),
         draw(st.sampled_from([1, 1, 8, 64])),
+        draw(st.sampled_from(["vk", "kv"])),
     )
 
 

@@ -56,6 +56,10 @@ class ProofError(KVFerryError):
     """A plan whose copies and fills do not tile the destination, or that joins unequal meanings."""
 
 
+class ScatteredError(ProofError):
+    """A plan between caches that are kept in such different orders that it falls into more runs than are proved."""
+
+
 class BindError(KVFerryError):
     """A request whose block tables or token range do not fit the plan."""
 

@@ -125,6 +125,8 @@ def test_kernels_keep_states_where_the_manifest_says() -> None:
     outcomes, troubles = watch_states()
     assert {o.what.split(",")[0] for o in outcomes} == {"Mamba2", "Mamba1", "short convolution", "gated delta net", "KDA"}
     assert troubles == ()
+    stepped = {o.what.split(",")[0] for o in outcomes if o.found.startswith("conv and state")}
+    assert stepped == {"Mamba2", "Mamba1", "gated delta net"}
 
 
 def test_control_a_kernel_that_keeps_a_state_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,3 +219,14 @@ def test_backends_that_keep_tokens_outside_of_heads_take_no_other_layout() -> No
 
 def test_subjects_are_of_this_machine() -> None:
     assert {s.backend for s in subjects()} <= {"CPU_ATTN", "CPU_MLA", "AMX_MLA"}
+
+
+def test_a_gated_delta_net_on_a_cpu_declares_its_state_by_keys() -> None:
+    """It is bound by values, as on a GPU, and its kernels take it for something else."""
+    (worker,) = workers(Setup("qwen3-next"), "D")
+    manifest = worker.manifest("D")
+    states = [manifest.shapes[p.shape] for layer in manifest.layers for p in layer.parts if p.name == "ssm"]
+    assert states
+    for shape in states:
+        strides = {axis.name: axis.digits[-1][1] for axis in shape.axes}
+        assert strides["dim"] == shape.element.bytes < strides["state"]

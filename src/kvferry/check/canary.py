@@ -30,7 +30,7 @@ from kvferry.findings import Finding, Severity
 from kvferry.manifest import Manifest
 from kvferry.manifest.check import check_manifest
 from kvferry.manifest.schema import Identity, Layer, Part, Rank, Region
-from kvferry.plan import SPARE, Binder, Fills, Plan, Request, make_plans
+from kvferry.plan import Binder, Fills, Plan, Request, make_plans
 from kvferry.session import Card, Ferry, Key, Load, Meeting, Outcome, Reference, Release, Words, key_of
 from kvferry.session.fills import apply_fills
 from kvferry.session.messages import pack
@@ -325,7 +325,7 @@ def _differing(plans: Sequence[Plan], reference: Reference, ranks: _StandIns, pa
     wrong = compared = 0
     for plan, memory in zip(plans, ranks.memories, strict=True):
         made: list[Bytes] = [np.full(data.size, _STALE, np.uint8) for data in memory]
-        binding = Binder(plan, SPARE).bind(Request(reference.tokens, reference.tables, ranks.tables))
+        binding = Binder.of_sessions(plan).bind(Request(reference.tokens, reference.tables, ranks.tables))
         for source, copies in zip(plan.sources, binding.copies, strict=True):
             page = held[source.identity.rank]
             columns = (copies.src_region, copies.src_offset, copies.dst_region, copies.dst_offset, copies.length)

@@ -29,7 +29,8 @@ CURES: Final = {
     ),
     "opaque-blocks": "give both sides the same --block-size, since this backend's cells are moved whole",
     "backends": (
-        "run both sides with the same --attention-backend, --block-size, --kv-cache-dtype and vLLM release (major and minor)"
+        "run both sides with the same --attention-backend, --block-size, --kv-cache-dtype and vLLM release (major and minor), "
+        "or each with a backend that is certified (docs/supported.md)"
     ),
     "cache-dtype": "give both sides the same --kv-cache-dtype and --dtype",
     "conv-dtype": "give both sides the same --mamba-cache-dtype and --dtype",

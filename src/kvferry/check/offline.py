@@ -12,7 +12,7 @@ from kvferry.check.cures import CURES, of_mismatches
 from kvferry.check.flags import Flags
 from kvferry.check.rules import Seen, of_one, of_two
 from kvferry.check.shapes import Engine, engine_of, find_model
-from kvferry.errors import ManifestError, MismatchError, ModelError, ProofError, UnshardableError
+from kvferry.errors import ManifestError, MismatchError, ModelError, ProofError, ScatteredError, UnshardableError
 from kvferry.findings import Finding, Severity, errors
 from kvferry.manifest import Manifest
 from kvferry.manifest.compare import Mismatch
@@ -121,5 +121,8 @@ def prove(
         return of_mismatches([one for one in error.mismatches if isinstance(one, Mismatch)], where), ()
     except (ManifestError, UnshardableError) as error:
         return [Finding("manifest", str(error), "an engine contradicts itself: report it with its manifest", where=where)], ()
+    except ScatteredError as error:
+        cure = "give the decode engine more --tensor-parallel-size, or run both sides on devices that keep it alike"
+        return [Finding("too-scattered", str(error), cure, where=where)], ()
     except ProofError as error:
         return [Finding("proof", str(error), "a defect of KVFerry or a manifest that lies: report it", where=where)], ()

@@ -94,6 +94,7 @@ def engine_of(flags: Flags, device: str, name: str) -> Engine:
         spec=_speculative(flags),
         pool="block" if order.startswith("B") else "layer",
         overlay=not flags.switch("disable_hybrid_kv_cache_manager"),
+        delta="kv" if device == "cpu" else "vk",
     )
     side = Side(flags.number("tensor_parallel_size"), flags.number("pipeline_parallel_size"), layout)
     stages = _stages(flags)

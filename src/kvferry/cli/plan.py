@@ -72,7 +72,7 @@ class Shown:
         self.plans: Sequence[Plan] = make_plans(self.consumers, self.fleet)
         self.routes: Sequence[Route] = routes(self.fleet, self.consumers)
         self.request: Request = example_request(self.producers[0], self.consumers[0], prompt)
-        binders = [Binder(plan) for plan in self.plans]
+        binders = [Binder.of_sessions(plan) for plan in self.plans]
         runs = sum(binder.runs(self.request) for binder in binders)
         if runs > MAX_RUNS:
             raise SideError(

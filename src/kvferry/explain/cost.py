@@ -32,7 +32,7 @@ class Load:
 
     @classmethod
     def of(cls, plan: Plan, request: Request, most: int = MOST_MERGED) -> Load:
-        binder = Binder(plan)
+        binder = Binder.of_sessions(plan)
         loading = binder.load(request)
         moved, runs = [0] * len(plan.sources), [0] * len(plan.sources)
         for (i, level), tiles in loading.tiles.items():

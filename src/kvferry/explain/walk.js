@@ -304,6 +304,10 @@ class Walk {
         : `State of ${set}: nothing is copied; ${held("decode", row.group)} is filled with zeros.`;
     }
     const lead = `Token ${number(token)}, ${set}: `;
+    if (token >= tokens && inside(row.copied)) {
+      const what = token === tokens ? "the prompt's last one; decode computes it itself" : "past the prompt";
+      return `${lead}${what}. Its slot is moved all the same, from ${held("prefill", row.srcGroup)} to ${held("decode", row.group)}: the block is one run, and to cut it would cost more.`;
+    }
     if (inside(row.copied)) {
       const entry = row.need && row.need.per_entry > 1 ? ` One entry stands for ${row.need.per_entry} tokens.` : "";
       const needed = firstNeeded(row.need.reach, tokens);

@@ -119,6 +119,10 @@ def _layers(layer: Layer, consumer: Manifest, other: Layer, producer: Manifest) 
         yield Mismatch(f"{_reach(other.reach)} there, {_reach(layer.reach)} here", layer.name, name="reach")
     there = {p.name: producer.shapes[p.shape] for p in other.parts}
     here = {p.name: consumer.shapes[p.shape] for p in layer.parts}
+    if not here.keys() & there.keys() and _opaque(there) != _opaque(here):
+        hint = "what is inside of such cells is not known: run the same backend on both sides, or certified ones"
+        yield Mismatch(f"{_held(there)} there, {_held(here)} here; {hint}", layer.name, name="backends")
+        return
     for name in sorted(here.keys() ^ there.keys()):
         side = "producer" if name in here else "consumer"
         yield Mismatch(f"the {side} does not hold this part", layer.name, name, "parts")
@@ -126,6 +130,16 @@ def _layers(layer: Layer, consumer: Manifest, other: Layer, producer: Manifest) 
         if name in there:
             for called, what in _shapes(there[name], shape):
                 yield Mismatch(what, layer.name, name, called)
+
+
+def _opaque(parts: Mapping[str, Shape]) -> bool:
+    return any(shape.element.opaque for shape in parts.values())
+
+
+def _held(parts: Mapping[str, Shape]) -> str:
+    return ", ".join(
+        str(shape.element) if shape.element.opaque else f"{name} in {shape.element}" for name, shape in parts.items()
+    )
 
 
 def _reach(reach: Reach) -> str:

@@ -26,7 +26,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """A side's choices of memory order, block size and padding; every kind takes from it what concerns it."""
+    """A side's choices of memory order, block size and padding; every kind takes from it what concerns it. `delta`: whether a
+    gated delta net's state is a row for each value dim, or for each key dim."""
 
     block: int = 16
     kv: Literal["packed", "paged", "separate", "transposed"] = "packed"
@@ -36,6 +37,7 @@ class Layout:
     pool: Literal["layer", "block"] = "layer"
     overlay: bool = True
     page_align: int = 1
+    delta: Literal["vk", "kv"] = "vk"
 
 
 @runtime_checkable
@@ -181,8 +183,8 @@ def _conv(parts: tuple[tuple[str, Extent], ...], dtype: str, kernel: int, layout
     return Panel(tuple((spec, ("channel",)) for spec in specs), ("tap",))
 
 
-def _ssm(dtype: str, *extents: Extent) -> Panel:
-    return Panel(((PartSpec("ssm", element(dtype), extents), tuple(e.name for e in extents)),))
+def _ssm(dtype: str, *extents: Extent, order: tuple[str, ...] = ()) -> Panel:
+    return Panel(((PartSpec("ssm", element(dtype), extents), order or tuple(e.name for e in extents)),))
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,8 @@ class GatedDelta:
         v = split("channel", self.v_heads, shard, "linear value heads", self.v_dim)
         conv = _conv((("q", q), ("k", q), ("v", v)), self.dtype, self.kernel, layout)
         heads = split("head", self.v_heads, shard, "linear value heads")
-        return ((conv, _ssm(self.ssm_dtype, heads, whole("dim", self.v_dim), whole("state", self.k_dim))),)
+        order = ("head", "dim", "state") if layout.delta == "vk" else ("head", "state", "dim")
+        return ((conv, _ssm(self.ssm_dtype, heads, whole("dim", self.v_dim), whole("state", self.k_dim), order=order)),)
 
 
 @dataclass(frozen=True)

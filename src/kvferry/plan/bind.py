@@ -172,6 +172,11 @@ class Binder:
         self._filled_groups = {f.group for f in plan.fills} - self._loaded_groups
         self._ends = self._whole_ends(spare) if spare else {}
 
+    @classmethod
+    def of_sessions(cls, plan: Plan) -> Binder:
+        """As loads are bound that are served, and whatever foretells, shows or checks them."""
+        return cls(plan, SPARE)
+
     def _whole_ends(self, spare: int) -> dict[tuple[int, int], tuple[int, int]]:
         """By group and need: the tokens of a tile that is one run of several layers on either side, and how many of them may be
         moved without need. Layers that come from several stages may be a run each."""

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.errors import ProofError
+from kvferry.errors import ProofError, ScatteredError
 from kvferry.manifest.schema import Group, Layer, Manifest, Part, Reach, Shape, TokenPaged
 from kvferry.plan.columns import expanded
 from kvferry.plan.lines import (
@@ -130,13 +130,29 @@ class _Prover:
                 counts = [prod(c for c, _, _ in run.repeats) for run in grain.runs]
                 total += sum(counts)
                 if total > MAX_RUNS:
-                    raise ProofError(f"the plan has more than {MAX_RUNS:,} runs a tile")
+                    raise self._too_scattered()
                 self._check_indices(flow, grain)
                 self._check_reach(flow, grain, group)
                 moved = sum(count * run.length for count, run in zip(counts, grain.runs, strict=True))
                 if moved * max(group.tokens, 1) > self.block_bytes[group.id] * max(grain.tokens, 1):
                     where = self._run_whereabouts(group, grain.runs[-1])
                     raise ProofError(f"{where}: a tile of {grain.tokens} tokens would get {moved:,} bytes, more than it has")
+
+    def _too_scattered(self) -> ScatteredError:
+        """Names what falls into most runs."""
+        found = [
+            (prod(c for c, _, _ in run.repeats), run, flow.dst_group if isinstance(flow, Edge) else flow.group)
+            for flow in self.plan.flows
+            for grain in flow.grains
+            for run in grain.runs
+        ]
+        count, run, group = max(found, key=lambda one: one[0])
+        known = group in self.groups and run.dst_region < len(self.dst_base)
+        where = self._run_whereabouts(self.groups[group], run) if known else "a plan"
+        return ScatteredError(
+            f"{where}: {count:,} runs of {run.length:,} bytes for one rank, and a plan has {MAX_RUNS:,} runs a tile at most: "
+            "both sides keep it in orders that have no longer runs in common; more tensor-parallel ranks here have fewer each"
+        )
 
     def _check_indices(self, flow: Edge | Fill, grain: Grain) -> None:
         dst = self.groups[flow.dst_group if isinstance(flow, Edge) else flow.group]

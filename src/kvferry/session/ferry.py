@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
-from kvferry.plan import SPARE, Binder, Fills, Request, Tiles
+from kvferry.plan import Binder, Fills, Request, Tiles
 from kvferry.plan.explain import costs
 from kvferry.session.consumer import PeerKey
 from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Peer, Warming, is_lent, is_one_start
@@ -291,7 +291,7 @@ class Ferry:
         if meeting.peer in self._peers:
             return
         try:
-            peer = self._peers[meeting.peer] = Peer(meeting, Binder(meeting.plans[self._rank], SPARE))
+            peer = self._peers[meeting.peer] = Peer(meeting, Binder.of_sessions(meeting.plans[self._rank]))
         except Exception:
             logger.exception("nothing can be read from %s by rank %d", meeting.peer, self._rank)
             return

@@ -35,7 +35,7 @@ class Forecast:
 def forecasts(
     plans: Sequence[Plan], request: Request, rates: Mapping[str, Rates] = USUAL, budget: int = BUDGET
 ) -> tuple[Forecast, ...]:
-    loads = [(plan, Binder(plan).tiles(request)) for plan in plans]
+    loads = [(plan, Binder.of_sessions(plan).tiles(request)) for plan in plans]
     return tuple(_forecast(name, found, loads, budget) for name, found in rates.items())
 
 

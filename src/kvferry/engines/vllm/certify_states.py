@@ -23,7 +23,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.platforms import current_platform
 
 from kvferry.engines.vllm.evidence import Outcome, Trouble
-from kvferry.engines.vllm.states import StateLayer, state_parts
+from kvferry.engines.vllm.states import ON_CPU, StateLayer, state_parts
 from kvferry.errors import KVFerryError
 from kvferry.manifest.kinds import Shard
 from kvferry.manifest.page import PlacedPart
@@ -50,7 +50,7 @@ class Recurrent:
 
     name: str
     mamba_type: str
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     shapes: Callable[[int], Sequence[tuple[int, ...]]]
     step: Callable[[Any, Any, Any, Any], None] | None
     groups: int = 1
@@ -101,6 +101,28 @@ def _gated(state: Any, heads_dim: Any, states: Any, index: Any) -> None:
         inplace_final_state=True,
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=state.device),
         ssm_state_indices=index,
+        use_qk_l2norm_in_kernel=False,
+    )
+
+
+def _gated_on_cpu(state: Any, heads_dim: Any, states: Any, index: Any) -> None:
+    """State [head, k, v], in memory that is bound as [head, v, k], as vLLM hands it to the op."""
+    from vllm import _custom_ops as ops
+
+    blocks, heads, v_dim, k_dim = state.shape
+    k = states.to(torch.bfloat16).view(1, 1, 1, k_dim).repeat(1, 1, heads, 1)
+    open_gate = torch.full((1, heads), 60.0, dtype=torch.bfloat16)
+    ops.fused_sigmoid_gating_delta_rule_update_cpu(
+        A_log=torch.zeros(heads, dtype=torch.float32),
+        dt_bias=torch.zeros(heads, dtype=torch.bfloat16),
+        q=k,
+        k=k,
+        v=heads_dim.to(torch.bfloat16).view(1, 1, heads, v_dim),
+        a=torch.zeros_like(open_gate),
+        b=open_gate,
+        initial_state_source=state.view(blocks, heads, k_dim, v_dim),
+        initial_state_indices=index,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         use_qk_l2norm_in_kernel=False,
     )
 
@@ -286,12 +308,14 @@ def _compare(kind: Recurrent, page: _Page, what: str, parts: Sequence[PlacedPart
 
 def on_this_machine() -> Iterator[Recurrent]:
     """On a CPU the op of convolutions keeps the last taps, and is not used with speculation; states of gated delta nets are
-    stepped by kernels of GPUs."""
+    stepped by an op of its own, those of KDA by kernels of GPUs alone."""
     for kind in _recurrent():
         if not current_platform.is_cpu():
             yield kind
+        elif kind.step is _gated:
+            yield replace(kind, step=_gated_on_cpu, sizes={**kind.sizes, "gdn_decode_kernel": ON_CPU})
         elif not kind.speculative:
-            yield replace(kind, step=None) if kind.step in (_gated, _kda) else kind
+            yield replace(kind, step=None) if kind.step is _kda else kind
 
 
 def certify_states(

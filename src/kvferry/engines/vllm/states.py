@@ -1,13 +1,14 @@
 """Recurrent layers of vLLM as layer kinds of a manifest: which attributes of a layer object say how large its state is.
 
 Sizes are the model's, not the rank's. vLLM's Mamba2 mixer raises a single group to one per rank, so its group count is
-taken from the model's configuration and only compared with the mixer.
+taken from the model's configuration and only compared with the mixer. The state of a gated delta net is bound as [head, value
+dim, key dim] everywhere, and kept so by the kernels of GPUs; those of CPUs take the same memory for [head, key dim, value dim].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from kvferry.engines.vllm.surface import Tensor
@@ -18,6 +19,8 @@ from kvferry.manifest.page import PlacedPart, lay_out
 GROUP_FIELDS: Final = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 ConvOrder = Literal["ds", "sd"]
+ON_CPU: Final = "CPU"
+"""What a gated delta net calls the kernels of CPUs."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ def state_parts(state: StateLayer, shard: Shard, conv: ConvOrder) -> tuple[Place
         known = ", ".join(KINDS)
         raise ManifestError(f"{state.name}: recurrent layers of type {state.mamba_type} are not supported; supported: {known}")
     kind, spec = KINDS[state.mamba_type](state, shard)
-    page = lay_out(kind.streams(shard, Layout(conv=conv, spec=spec)))
+    bound = Layout(conv=conv, spec=spec)
+    page = lay_out(kind.streams(shard, bound))
     first = state.views[0].data_ptr()
     views: list[PlacedPart | None] = [None] * len(state.views)
     for part in page.parts:
@@ -115,7 +119,11 @@ def state_parts(state: StateLayer, shard: Shard, conv: ConvOrder) -> tuple[Place
             f"{state.name}: {type(kind).__name__} with conv order {conv!r} and {spec} speculative taps would be {declared} "
             f"(offset, dtype, strides), but vLLM holds {held}: this variant of the layer is not supported"
         )
-    return page.parts
+    return lay_out(kind.streams(shard, replace(bound, delta=_delta(state.layer)))).parts
+
+
+def _delta(layer: Any) -> Literal["vk", "kv"]:
+    return "kv" if getattr(layer, "gdn_decode_kernel", "") == ON_CPU else "vk"
 
 
 def _as_view(part: PlacedPart | None) -> tuple[int, str, tuple[int, ...]] | None:

@@ -15,9 +15,9 @@ kept with the package; a test keeps it in step.
 
 A backend's cache is *certified* where vLLM's own cache-write op was seen to keep every element where the table says, byte by
 byte, in that cache format, cache layout and release. Certified caches are moved between any block sizes, any tensor- and
-pipeline-parallel sizes, any cache layouts, and any backends that keep the same parts; of a block that is not full only the
-tokens are moved. Packed formats, whose tokens carry scales of their own, are moved token by token between sides of the same
-format.
+pipeline-parallel sizes, any cache layouts, and any backends that keep the same parts, on GPUs and on CPUs; of a block that is
+not full only the tokens are moved. Packed formats, whose tokens carry scales of their own, are moved token by token between
+sides of the same format.
 
 All other caches are *opaque*: whole cells of a kernel block and head between engines of the same release (major and minor),
 backend, cache format, kernel block size and head size. Where heads lie inside of tokens (cache layouts LBNHC and BLNHC), or

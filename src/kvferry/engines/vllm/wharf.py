@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.quay import staging_around
@@ -18,6 +17,9 @@ from kvferry.session import Words
 from kvferry.session.fills import Bytes, apply_fills
 from kvferry.strategy import HostMover, Mapped, Mover, SharedBytes, Strategies
 from kvferry.transport import NixlTransport, Storage
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("kvferry.vllm")
 
@@ -100,6 +102,8 @@ def _mover(manifest: Manifest, options: Options) -> Mover | None:
 
 def _on_host(manifest: Manifest, kv_caches: Mapping[str, torch.Tensor]) -> Sequence[Bytes]:
     """vLLM's storages seen as bytes, by region."""
+    import torch
+
     found: dict[int, Any] = {}
     for tensor in kv_caches.values():
         storage = tensor.untyped_storage()
