@@ -347,6 +347,14 @@ def test_several_kinds_of_connections_are_all_named_and_the_slow_one_decides():
     log.file.unlink()
 
 
+def test_a_read_that_ucx_has_no_way_for_is_no_way():
+    none = TABLE.format(worker="d#1", near="intra-node", operation=GET, way="a | b").replace("a | b", "no protocol")
+    log = log_of(none, "[1.2] [host:1:0]  select.c:9 UCX  ERROR cannot find remote protocol\n")
+    assert log.drain() == "cannot find remote protocol"
+    assert log.reads("d#1", "intra-node") == []
+    log.file.unlink()
+
+
 def test_ucx_complaints_reach_logging(caplog):
     log = log_of("[1.2] [host:1:0]  tcp_ep.c:9 UCX  ERROR the wire is wet\n")
     assert log.drain() == "the wire is wet"

@@ -105,7 +105,7 @@ class Log:
 
     def _close_table(self) -> None:
         table, self._table = self._table, []
-        if len(table) < 4 or not table[1][0].startswith(_READ):
+        if len(table) < 4 or not table[1][0].startswith(_READ) or len(table[-1]) != 3:
             return
         title = _TITLE.match(table[0][0])
         if title is None or title["near"] == "self":
