@@ -87,7 +87,7 @@ def tell(capsys: pytest.CaptureFixture[str], what: str, to_gpu: bool, arrival: A
 
 
 def assert_judged(arrival: Arrival, here: Side, tokens: int, reached: bool) -> None:
-    """UCX without CUDA cannot read a GPU's memory: that fails, and says so; what a producer gathered into host memory it can."""
+    """UCX without CUDA cannot read a GPU's memory: that fails, and says so. What was gathered into host memory it can."""
     if reached:
         assert_right(arrival, here, tokens)
         return
