@@ -222,15 +222,14 @@ async def _answering(reply: bytes, ask):
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        port = server.sockets[0].getsockname()[1]
-        return await ask(port), heard
+        return await ask(server.sockets[0].getsockname()), heard
 
 
 def test_a_request_carries_its_name_prompt_and_reference():
     prompt = client.Prompt("p", 3, b"[1,2,3]")
     content = client.body(prompt, 2, params={"remote": 7})
     reply = b'HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"a": 17}'
-    answer, (heard,) = asyncio.run(_answering(reply, lambda port: client.ask(port, "name-1", content)))
+    answer, (heard,) = asyncio.run(_answering(reply, lambda to: client.ask(to, "name-1", content)))
     assert answer == {"a": 17}
     head, _, sent = heard.partition(b"\r\n\r\n")
     assert b"X-Request-Id: name-1" in head
@@ -240,22 +239,22 @@ def test_a_request_carries_its_name_prompt_and_reference():
 
 def test_an_answer_in_chunks_is_put_together():
     reply = b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\n{"a\r\n5\r\n": 1}\r\n0\r\n\r\n'
-    answer, _ = asyncio.run(_answering(reply, lambda port: client.ask(port, "n", b"{}")))
+    answer, _ = asyncio.run(_answering(reply, lambda to: client.ask(to, "n", b"{}")))
     assert answer == {"a": 1}
 
 
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 500 No\r\n\r\nbroken", b""])
 def test_a_failed_request_is_named(reply):
     with pytest.raises(client.UnansweredError, match=r"name-7: (HTTP 500: broken|no answer)"):
-        asyncio.run(_answering(reply, lambda port: client.ask(port, "name-7", b"{}")))
+        asyncio.run(_answering(reply, lambda to: client.ask(to, "name-7", b"{}")))
     with pytest.raises(client.UnansweredError, match=r"name-7: (HTTP 500: broken|no answer)"):
-        asyncio.run(_answering(reply, lambda port: client.stream(port, "name-7", b"{}")))
+        asyncio.run(_answering(reply, lambda to: client.stream(to, "name-7", b"{}")))
 
 
 def test_a_stream_that_ends_with_an_error_is_no_answer():
     reply = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {}\n\ndata: {"error": "lost"}\n\ndata: [DONE]\n\n'
     with pytest.raises(client.UnansweredError, match="lost"):
-        asyncio.run(_answering(reply, lambda port: client.stream(port, "n", b"{}")))
+        asyncio.run(_answering(reply, lambda to: client.stream(to, "n", b"{}")))
 
 
 def test_metrics_are_read_with_their_labels():

@@ -72,6 +72,20 @@ SHAPES: Final = {
         },
         "float32",
     ),
+    "small-llama": Shape(
+        {
+            **_LLAMA,
+            "vocab_size": 256,
+            "max_position_embeddings": 8192,
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+        "float32",
+    ),
     "tiny-nemotron-h": Shape(
         {
             **_NEMOTRON_H,
