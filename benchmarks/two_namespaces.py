@@ -30,7 +30,7 @@ from kvferry.bench.child import Child, child
 from kvferry.bench.machine import this_machine
 from kvferry.bench.scatters import SCATTERS, Scatter
 from kvferry.bench.serve import result
-from kvferry.bench.serve.arms import ARMS, Arm, defined
+from kvferry.bench.serve.arms import ARMS, Arm, chosen, defined
 from kvferry.bench.serve.engine import EAGER, Place
 from kvferry.bench.serve.measure import ALONE, CONSECUTIVE, IN_TURNS, SHUFFLED
 from kvferry.bench.serve.models import model
@@ -46,7 +46,8 @@ HERE, THERE = "ferry-d", "ferry-p"
 ADDRESS_HERE, ADDRESS_THERE = "10.77.0.1", "10.77.0.2"
 WAYS: Final = ("direct", "packed", "staged", "auto")
 CHOSEN: Final = ("consecutive blocks", "scattered blocks", "head slices, TP 1 → 2", "token-major, TP 1 → 2")
-FORCED: Final = ("direct", "packed", "staged")
+STRATEGIES: Final = {"any": ("packed", "staged", "direct"), "direct": ("direct",), "packed": ("packed",), "staged": ("staged",)}
+"""Arms beside the connector as it comes: the cost model chooses among all, and each that there is on host memory is forced."""
 TOKENS: Final = {False: 16_000, True: 2049}
 REPEATS: Final = {False: 3, True: 7}
 POOL: Final = "512M"
@@ -135,8 +136,8 @@ def measured(held: Holder, scatter: Scatter, tokens: int, repeats: int, budget: 
 def between_transports(said: argparse.Namespace) -> None:
     with joined(said.rate, hold_elsewhere) as found:
         held = Holder(found)
-        chosen = [scatter for scatter in SCATTERS if scatter.name in CHOSEN]
-        seconds = {s.name: measured(held, s, said.tokens, said.repeats, said.staging_bytes) for s in chosen}
+        scatters = [scatter for scatter in SCATTERS if scatter.name in CHOSEN]
+        seconds = {s.name: measured(held, s, said.tokens, said.repeats, said.staging_bytes) for s in scatters}
     scattered, consecutive = seconds["scattered blocks"], min(seconds["consecutive blocks"].values())
     for way in WAYS:
         print(f"scattered, {way}: {scattered[way] / consecutive:.2f} × consecutive at its best")
@@ -145,12 +146,12 @@ def between_transports(said: argparse.Namespace) -> None:
         said.json.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1))
 
 
-def arms(staging_bytes: int) -> tuple[Arm, ...]:
-    """As it comes, and with each strategy that there is on host memory forced."""
-    forced = [{"strategies": [way], "staging_bytes": staging_bytes} for way in FORCED]
-    texts = [{"like": "kvferry", "settings": settings} for settings in forced]
-    named = zip(FORCED, texts, strict=True)
-    return ARMS["kvferry"], *(defined(f"{way}={msgspec.json.encode(text).decode()}") for way, text in named)
+def arms(names: str, staging_bytes: int) -> tuple[Arm, ...]:
+    known = {"kvferry": ARMS["kvferry"]}
+    for name, ways in STRATEGIES.items():
+        definition = {"like": "kvferry", "settings": {"strategies": ways, "staging_bytes": staging_bytes}}
+        known[name] = defined(f"{name}={msgspec.json.encode(definition).decode()}")
+    return chosen(names, known)
 
 
 def received() -> int:
@@ -192,10 +193,9 @@ def between_engines(said: argparse.Namespace) -> None:
         key = {"key_file": str(folder / "key")}
         there = {**tcp(THERE), namespaces.VARIABLE: str(found.process.pid)}
         places = {"P": Place(ADDRESS_THERE, key, there), "D": Place(settings=key, environment=tcp(HERE))}
-        served = model("small-llama", folder / "models")
-        order = Order(
-            served, arms(said.staging_bytes), (EAGER,), said.starts, Device.CPU, Start.FORK, (IN_TURNS,), places=places
-        )
+        served = model(said.model, folder / "models")
+        compared = arms(said.arms, said.staging_bytes)
+        order = Order(served, compared, (EAGER,), said.starts, Device.CPU, Start.FORK, (IN_TURNS,), places=places)
         settings = result.Settings(
             model=served.name,
             device=Device.CPU.value,
@@ -236,6 +236,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--rate", default="2gbit", help="as for tc")
     out.add_argument("--tokens", type=int, help=f"{TOKENS[False]}, between engines {TOKENS[True]}")
     out.add_argument("--repeats", type=int, help=f"{REPEATS[False]}, between engines {REPEATS[True]} of each order, by turns")
+    out.add_argument("--arms", default=",".join(("kvferry", *STRATEGIES)), help="engines to compare, separated by commas")
+    out.add_argument("--model", default="small-llama", help="what they serve: a shape of `kvferry bench serve`, or a folder")
     out.add_argument("--starts", type=int, default=1, help="how often engines of each kind are started")
     out.add_argument("--staging-bytes", type=int, default=BUDGET)
     out.add_argument("--json", type=Path)

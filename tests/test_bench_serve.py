@@ -25,7 +25,8 @@ from kvferry.bench.plot import svg
 from kvferry.bench.serve import client, report, result, scatter, stats
 from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, STOCK_STATES, chosen, defined, turns
 from kvferry.bench.serve.client import Prompt
-from kvferry.bench.serve.engine import Engine
+from kvferry.bench.serve.engine import Engine, Place
+from kvferry.bench.serve.measure import Measuring, Side
 from kvferry.bench.serve.models import SHAPES, model
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.runner import Order, left
@@ -171,6 +172,26 @@ def test_arms_differ_in_their_connector_alone(name, tmp_path):
     assert added.startswith("--kv-transfer-config=")
     assert flags("stock-64", "eager") - flags("stock", "eager") == {"--block-size=64"}
     assert flags("stock", "eager") - flags("stock", "graphs") == {"--enforce-eager"}
+
+
+def test_engines_that_are_elsewhere_are_told_where_they_are_and_where_the_other_is(tmp_path):
+    made = model("tiny-llama", tmp_path)
+    places = {"P": Place("10.0.0.2", {"key_file": "k"}, {"UCX_NET_DEVICES": "p"}), "D": Place(settings={"key_file": "k"})}
+    engines = {
+        role: Engine(made, ARMS["kvferry"], role, "eager", Device.CPU, tmp_path, "1G", 99, 99, True, (), "10.0.0.2:7", place)
+        for role, place in places.items()
+    }
+
+    def extra(role: str) -> dict:
+        (flag,) = [it for it in engines[role].arguments(1) if it.startswith("--kv-transfer-config=")]
+        return json.loads(flag.partition("=")[2])["kv_connector_extra_config"]
+
+    assert extra("P") == {"listen": "10.0.0.2:7", "key_file": "k"}
+    assert extra("D") == {"peers": ["10.0.0.2:7"], "key_file": "k"}
+    assert "--host=10.0.0.2" in engines["P"].arguments(1)
+    assert "--host=127.0.0.1" in engines["D"].arguments(1)
+    assert engines["P"].variables(1)["UCX_NET_DEVICES"] == "p"
+    assert "UCX_NET_DEVICES" not in engines["D"].variables(1)
 
 
 def test_on_a_gpu_nothing_hides_it_and_what_was_set_outside_is_kept():
@@ -335,6 +356,27 @@ def test_a_row_that_was_cut_off_before_its_blocks_were_looked_at_does_not_count(
     assert list(shown(record, "first request, 257 tokens").values) == ["stock"]
 
 
+@pytest.mark.parametrize(
+    ("order", "runs", "moved", "void"),
+    [
+        ("scattered", 20, 640, ""),
+        ("scattered", 20, 639, "639 of 640 bytes that were foretold were moved"),
+        ("scattered", 17, 640, "not scattered"),
+        ("consecutive", 2, 640, ""),
+        ("consecutive", 20, 640, "not consecutive"),
+    ],
+)
+def test_a_row_counts_where_all_was_moved_and_blocks_lay_as_wanted(order, runs, moved, void):
+    producer, consumer = (Side(None, None) for _ in range(2))
+    measuring = Measuring(Run("kvferry", "eager", 0, 32, {}), SETTINGS, 256, {"P": producer, "D": consumer}, (), print, print)
+    row = Row("alone", order, 641, {}, ["a"], from_peer=640, moved_bytes=moved, foretold_bytes=640, blocks=20, runs=runs)
+    found = {"a": scatter.Scatter(20, runs)}
+    row.scatter = scatter.scattered(found)
+    said = measuring._void(row, found)
+    assert void in said
+    assert bool(said) == bool(void)
+
+
 def test_a_figure_without_samples_is_not_shown():
     record = Record(MACHINE, SETTINGS, [Run("kvferry", "eager", 0, 16, {})])
     assert report.summary(record).figures == []
@@ -435,6 +477,7 @@ def test_kept_results_are_shown_without_vllm(tmp_path):
         (("--modes", "fast"), "choose eager or graphs"),
         (("--modes", "graphs", "--device", "cpu"), "CUDA graphs need a GPU"),
         (("--only", "rats"), "choose among first"),
+        (("--only", "in-turns,scattered"), "measures consecutive and scattered blocks itself"),
         (("--lengths", "4k"), "give numbers of tokens"),
         (("--lengths", "1"), "at least 2 tokens"),
         (("--rounds", "0"), "--rounds 0"),
