@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -87,7 +87,8 @@ def hold_elsewhere(parent: Connection) -> None:
 def stay_elsewhere(parent: Connection) -> None:
     """Nothing but the namespaces, for a server to enter."""
     go_elsewhere(parent)
-    parent.recv_bytes()
+    with suppress(EOFError):
+        parent.recv_bytes()
 
 
 @contextmanager

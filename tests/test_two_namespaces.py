@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from shutil import which
 
 import pytest
 from msgspec.structs import replace
@@ -78,6 +80,34 @@ def test_each_strategy_is_forced_once_beside_what_is_chosen(script):
     assert forced == [("direct",), ("packed",), ("staged",)]
     assert set(every) == {"direct", "packed", "staged"}
     assert {read_options(one).staging_bytes for one in settings} == {1 << 26}
+
+
+ENTERING = """
+import os, signal, socket
+from kvferry.fleet.namespaces import KINDS, enter, leave
+seen, told = os.pipe()
+child = os.fork()
+if not child:
+    leave()
+    os.write(told, b"!")
+    signal.pause()
+def ours(process):
+    return [os.readlink(f"/proc/{process}/ns/{kind}") for kind in KINDS]
+os.read(seen, 1)
+print(len(set(ours("self")) & set(ours(child))))
+enter(child)
+print(ours("self") == ours(child), [name for _, name in socket.if_nameindex()])
+os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_process_enters_the_network_and_mounts_of_another(tmp_path):
+    outside = ["unshare", "-Urnm"]
+    if which(outside[0]) is None or subprocess.run([*outside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    done = subprocess.run([*outside, sys.executable, "-c", ENTERING], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0", "True ['lo']"]
 
 
 def test_the_documented_commands_are_understood(script):
