@@ -25,7 +25,8 @@ from kvferry.bench.plot import svg
 from kvferry.bench.serve import client, report, result, scatter, stats
 from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, STOCK_STATES, chosen, defined, turns
 from kvferry.bench.serve.client import Prompt
-from kvferry.bench.serve.engine import Engine
+from kvferry.bench.serve.engine import Engine, Place
+from kvferry.bench.serve.measure import Measuring, Side
 from kvferry.bench.serve.models import SHAPES, model
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.runner import Order, left
@@ -173,6 +174,26 @@ def test_arms_differ_in_their_connector_alone(name, tmp_path):
     assert flags("stock", "eager") - flags("stock", "graphs") == {"--enforce-eager"}
 
 
+def test_engines_that_are_elsewhere_are_told_where_they_are_and_where_the_other_is(tmp_path):
+    made = model("tiny-llama", tmp_path)
+    places = {"P": Place("10.0.0.2", {"key_file": "k"}, {"UCX_NET_DEVICES": "p"}), "D": Place(settings={"key_file": "k"})}
+    engines = {
+        role: Engine(made, ARMS["kvferry"], role, "eager", Device.CPU, tmp_path, "1G", 99, 99, True, (), "10.0.0.2:7", place)
+        for role, place in places.items()
+    }
+
+    def extra(role: str) -> dict:
+        (flag,) = [it for it in engines[role].arguments(1) if it.startswith("--kv-transfer-config=")]
+        return json.loads(flag.partition("=")[2])["kv_connector_extra_config"]
+
+    assert extra("P") == {"listen": "10.0.0.2:7", "key_file": "k"}
+    assert extra("D") == {"peers": ["10.0.0.2:7"], "key_file": "k"}
+    assert "--host=10.0.0.2" in engines["P"].arguments(1)
+    assert "--host=127.0.0.1" in engines["D"].arguments(1)
+    assert engines["P"].variables(1)["UCX_NET_DEVICES"] == "p"
+    assert "UCX_NET_DEVICES" not in engines["D"].variables(1)
+
+
 def test_on_a_gpu_nothing_hides_it_and_what_was_set_outside_is_kept():
     outside = {"UCX_TLS": "tcp", "CUDA_VISIBLE_DEVICES": "3", "LD_PRELOAD": "x"}
     there = environment(Device.CUDA, outside)
@@ -222,15 +243,14 @@ async def _answering(reply: bytes, ask):
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        port = server.sockets[0].getsockname()[1]
-        return await ask(port), heard
+        return await ask(server.sockets[0].getsockname()), heard
 
 
 def test_a_request_carries_its_name_prompt_and_reference():
     prompt = client.Prompt("p", 3, b"[1,2,3]")
     content = client.body(prompt, 2, params={"remote": 7})
     reply = b'HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"a": 17}'
-    answer, (heard,) = asyncio.run(_answering(reply, lambda port: client.ask(port, "name-1", content)))
+    answer, (heard,) = asyncio.run(_answering(reply, lambda to: client.ask(to, "name-1", content)))
     assert answer == {"a": 17}
     head, _, sent = heard.partition(b"\r\n\r\n")
     assert b"X-Request-Id: name-1" in head
@@ -240,22 +260,22 @@ def test_a_request_carries_its_name_prompt_and_reference():
 
 def test_an_answer_in_chunks_is_put_together():
     reply = b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\n{"a\r\n5\r\n": 1}\r\n0\r\n\r\n'
-    answer, _ = asyncio.run(_answering(reply, lambda port: client.ask(port, "n", b"{}")))
+    answer, _ = asyncio.run(_answering(reply, lambda to: client.ask(to, "n", b"{}")))
     assert answer == {"a": 1}
 
 
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 500 No\r\n\r\nbroken", b""])
 def test_a_failed_request_is_named(reply):
     with pytest.raises(client.UnansweredError, match=r"name-7: (HTTP 500: broken|no answer)"):
-        asyncio.run(_answering(reply, lambda port: client.ask(port, "name-7", b"{}")))
+        asyncio.run(_answering(reply, lambda to: client.ask(to, "name-7", b"{}")))
     with pytest.raises(client.UnansweredError, match=r"name-7: (HTTP 500: broken|no answer)"):
-        asyncio.run(_answering(reply, lambda port: client.stream(port, "name-7", b"{}")))
+        asyncio.run(_answering(reply, lambda to: client.stream(to, "name-7", b"{}")))
 
 
 def test_a_stream_that_ends_with_an_error_is_no_answer():
     reply = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {}\n\ndata: {"error": "lost"}\n\ndata: [DONE]\n\n'
     with pytest.raises(client.UnansweredError, match="lost"):
-        asyncio.run(_answering(reply, lambda port: client.stream(port, "n", b"{}")))
+        asyncio.run(_answering(reply, lambda to: client.stream(to, "n", b"{}")))
 
 
 def test_metrics_are_read_with_their_labels():
@@ -334,6 +354,27 @@ def test_a_row_that_was_cut_off_before_its_blocks_were_looked_at_does_not_count(
         run.rows[0].requests = ["a"]
         run.rows[0].blocks = 9 if run.arm == "stock" else 0
     assert list(shown(record, "first request, 257 tokens").values) == ["stock"]
+
+
+@pytest.mark.parametrize(
+    ("order", "runs", "moved", "void"),
+    [
+        ("scattered", 20, 640, ""),
+        ("scattered", 20, 639, "639 of 640 bytes that were foretold were moved"),
+        ("scattered", 17, 640, "not scattered"),
+        ("consecutive", 2, 640, ""),
+        ("consecutive", 20, 640, "not consecutive"),
+    ],
+)
+def test_a_row_counts_where_all_was_moved_and_blocks_lay_as_wanted(order, runs, moved, void):
+    producer, consumer = (Side(None, None) for _ in range(2))
+    measuring = Measuring(Run("kvferry", "eager", 0, 32, {}), SETTINGS, 256, {"P": producer, "D": consumer}, (), print, print)
+    row = Row("alone", order, 641, {}, ["a"], from_peer=640, moved_bytes=moved, foretold_bytes=640, blocks=20, runs=runs)
+    found = {"a": scatter.Scatter(20, runs)}
+    row.scatter = scatter.scattered(found)
+    said = measuring._void(row, found)
+    assert void in said
+    assert bool(said) == bool(void)
 
 
 def test_a_figure_without_samples_is_not_shown():
@@ -436,6 +477,7 @@ def test_kept_results_are_shown_without_vllm(tmp_path):
         (("--modes", "fast"), "choose eager or graphs"),
         (("--modes", "graphs", "--device", "cpu"), "CUDA graphs need a GPU"),
         (("--only", "rats"), "choose among first"),
+        (("--only", "in-turns,scattered"), "measures consecutive and scattered blocks itself"),
         (("--lengths", "4k"), "give numbers of tokens"),
         (("--lengths", "1"), "at least 2 tokens"),
         (("--rounds", "0"), "--rounds 0"),

@@ -68,10 +68,13 @@ def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_ali
     assert again.done() == {(0, "eager", "none"), (0, "eager", "kvferry")}
 
 
-def test_a_spawned_server_is_looked_into_as_a_forked_one(tmp_path: Path) -> None:
-    record = bench(tmp_path / "serve.json", "--arms", "none", "--start", "spawn", "--only", "scattered")
+def test_a_spawned_server_is_looked_into_as_a_forked_one_and_its_blocks_lie_in_either_order_by_turns(tmp_path: Path) -> None:
+    record = bench(tmp_path / "serve.json", "--arms", "none", "--start", "spawn", "--only", "in-turns")
     (run,) = record.runs
     assert run.started_by == "spawn"
     assert run.complete
-    (row,) = run.rows
-    assert row.blocks > 0
+    laid = {row.order: row for row in run.rows}
+    assert [row.void for row in run.rows] == ["", ""]
+    assert laid["scattered"].blocks == laid["consecutive"].blocks > 0
+    assert laid["consecutive"].runs == len(laid["consecutive"].requests) == 2
+    assert laid["scattered"].runs > laid["scattered"].blocks / 2

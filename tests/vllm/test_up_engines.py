@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from kvferry.cli import app
 from kvferry.engines.vllm.options import read_options
 from kvferry.fleet.metrics import Counters, counted, counters
-from kvferry.fleet.server import Server, free_port
+from kvferry.fleet.server import HERE, Server, free_port
 from kvferry.fleet.zygote import SOURCES, Zygote
 from kvferry.up import tiny
 from kvferry.up.commands import ALERT
@@ -99,7 +99,7 @@ class Up:
 
     @property
     def decode(self) -> Any:
-        return SimpleNamespace(port=self.engines["decode-0"])
+        return SimpleNamespace(host=HERE, port=self.engines["decode-0"])
 
     def counters(self) -> Counters:
         return counters(self.decode)

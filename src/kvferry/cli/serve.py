@@ -24,7 +24,7 @@ from kvferry.bench.plot import svg
 from kvferry.bench.serve import report
 from kvferry.bench.serve.arms import ARMS, chosen, defined
 from kvferry.bench.serve.engine import EAGER, MODES
-from kvferry.bench.serve.measure import ROWS
+from kvferry.bench.serve.measure import IN_TURNS, ROWS
 from kvferry.bench.serve.models import SHAPES
 from kvferry.bench.serve.models import model as found_model
 from kvferry.bench.serve.result import Record, Run, Settings, merged, read, refuse_unlike, write
@@ -72,7 +72,7 @@ def serve_command(
     prefills: Annotated[int, typer.Option(help="Prompts that P prefills while D reads from it.")] = 12,
     rate: Annotated[float, typer.Option(help="Requests a second that arrive at random.")] = 0.0,
     rate_s: Annotated[float, typer.Option(help="For how long.")] = 6.0,
-    only: Annotated[str, typer.Option(help=f"Some of {', '.join(ROWS)}; all by default.")] = "",
+    only: Annotated[str, typer.Option(help=f"Some of {', '.join(ROWS)}; all by default; or {IN_TURNS}.")] = "",
     kv_cache_bytes: Annotated[str, typer.Option(help="Of each engine, as for vLLM's --kv-cache-memory-bytes.")] = "",
     prefix_caching: Annotated[
         bool | None, typer.Option(help="vLLM's prefix cache. Without it there is no floor, and P prefills each time.")

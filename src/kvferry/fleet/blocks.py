@@ -1,4 +1,5 @@
-"""A window into an engine, for measuring only: what blocks requests had, the times of its steps, and its free list shuffled.
+"""A window into an engine, for measuring only: what blocks requests had, the times of its steps, and its free list
+shuffled or sorted.
 
 A server that has run for hours hands out blocks in no order; vLLM gives freed ones back in reverse, so a bench would need many
 thousands of requests to get there. Shuffling the free list gives the same in a moment. The engine listens at a socket whose
@@ -59,6 +60,10 @@ class Window:
 
     def shuffle(self, seed: int) -> None:
         self._ask({"do": "shuffle", "seed": seed})
+
+    def sort(self) -> None:
+        """The free list is as in an engine that has served nothing yet."""
+        self._ask({"do": "sort"})
 
     def forget(self) -> None:
         """The prefix cache is emptied."""
@@ -159,7 +164,10 @@ class _Listener:
                 continue
             queue = pool.free_block_queue
             blocks = queue.popleft_n(queue.num_free_blocks)
-            random.Random(order["seed"]).shuffle(blocks)
+            if order["do"] == "sort":
+                blocks.sort(key=lambda block: block.block_id)
+            else:
+                random.Random(order["seed"]).shuffle(blocks)
             queue.append_n(blocks)
 
     def _listen(self) -> None:

@@ -83,7 +83,7 @@ class Leg:
         headers = {"Content-Type": "application/json"}
         if request_id:
             headers["X-Request-Id"] = request_id
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LEG_SECONDS)
+        self._connection = http.client.HTTPConnection(server.host, server.port, timeout=LEG_SECONDS)
         self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
 
     def answer(self) -> Answer:

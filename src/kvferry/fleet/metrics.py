@@ -28,6 +28,7 @@ NAMES = {
     "bytes_moved": ("kvferry_bytes_moved_total", ""),
     "bytes_predicted": ("kvferry_bytes_predicted_total", ""),
     "runs_moved": ("kvferry_runs_moved_total", ""),
+    "wire_s": ("kvferry_wire_seconds_total", ""),
 }
 TOLD_APART_BY = ("source", "outcome")
 
@@ -38,7 +39,8 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 @dataclass(frozen=True)
 class Counters:
     """Prompt tokens by vLLM's count: from a peer, computed, from the engine's own prefix cache. What vLLM's own connector
-    moved. And our counters: loads by outcome, tokens, bytes moved and foretold, runs."""
+    moved. And our counters: loads by outcome, tokens, bytes moved and foretold, runs, seconds from the first
+    posting of a load to its last byte."""
 
     from_peer: int = 0
     computed: int = 0
@@ -54,6 +56,7 @@ class Counters:
     bytes_moved: int = 0
     bytes_predicted: int = 0
     runs_moved: int = 0
+    wire_s: float = 0.0
 
     def __sub__(self, before: Counters) -> Counters:
         return Counters(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
@@ -71,7 +74,8 @@ def counters(server: Server) -> Counters:
         for field, wanted in NAMES.items():
             if wanted == (name, told):
                 found[field] += value
-    return Counters(**{field: int(value) for field, value in found.items()})
+    seconds = found.pop("wire_s")
+    return Counters(**{field: int(value) for field, value in found.items()}, wire_s=seconds)
 
 
 def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -93,7 +97,7 @@ def counted(server: Server, before: Counters, enough: Callable[[Counters], bool]
 
 
 def page(server: Server) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
     try:
         connection.request("GET", "/metrics")
         return connection.getresponse().read().decode()

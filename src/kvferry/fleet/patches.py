@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvferry.fleet import blocks, one_gpu
+from kvferry.fleet import blocks, namespaces, one_gpu
 from kvferry.fleet.device import Device
 
 NAP_SECONDS = 0.0001
@@ -59,6 +59,8 @@ def apply(device: Device) -> None:
 
 def apply_ordered() -> None:
     """What the variables of one server ask for, in its own process; its children inherit it or are told the same."""
+    if os.environ.get(namespaces.VARIABLE):
+        namespaces.enter(int(os.environ[namespaces.VARIABLE]))
     blocks.open_where_asked()
     if os.environ.get(STOCK_AGENT):
         _take_the_agent_of_stock()

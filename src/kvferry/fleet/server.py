@@ -21,6 +21,7 @@ from kvferry.fleet.zygote import Zygote
 READY_SECONDS = 180.0
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
+HERE = "127.0.0.1"
 MODEL = "model"
 """The name under which every server serves its model."""
 
@@ -46,11 +47,12 @@ class ServerError(Exception):
 
 
 class Server:
-    """Forked at once; `wait` returns when it serves."""
+    """Forked at once; `wait` returns when it serves. `host`: where its engine's flags have it listen."""
 
-    def __init__(self, engine: Engine, zygote: Zygote, name: str = "") -> None:
+    def __init__(self, engine: Engine, zygote: Zygote, name: str = "", host: str = HERE) -> None:
         self.engine = engine
         self.name = name or engine.name
+        self.host = host
         self.port = free_port()
         self.log = _unused(zygote.folder, self.name)
         self._group = zygote.fork(engine.arguments(self.port), engine.variables(free_port()), self.log)
@@ -81,7 +83,7 @@ class Server:
         return bool(select.select([self._alive], [], [], seconds)[0])
 
     def _healthy(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -118,12 +120,15 @@ class Server:
 
 
 @contextmanager
-def servers(zygote: Zygote, engines: Mapping[str, Engine], *, or_refused: bool = False) -> Iterator[dict[str, Server]]:
-    """All of them, started side by side. `or_refused`: those that did not come up are there too, ended."""
+def servers(
+    zygote: Zygote, engines: Mapping[str, Engine], *, hosts: Mapping[str, str] | None = None, or_refused: bool = False
+) -> Iterator[dict[str, Server]]:
+    """All of them, started side by side. `hosts`: where those are that do not serve here. `or_refused`: those that did not come
+    up are there too, ended."""
     started: dict[str, Server] = {}
     try:
         for name, engine in engines.items():
-            started[name] = Server(engine, zygote, f"{engine.name}-{name}")
+            started[name] = Server(engine, zygote, f"{engine.name}-{name}", (hosts or {}).get(name, HERE))
         for server in started.values():
             if or_refused:
                 server.refused()
@@ -146,7 +151,7 @@ def reason(log: str) -> str:
 
 def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((HERE, 0))
         return int(probe.getsockname()[1])
 
 

@@ -16,6 +16,9 @@ from typing import Any, Final
 from kvferry.errors import BenchError
 from kvferry.fleet.server import MODEL
 
+Address = tuple[str, int]
+"""A host and a port."""
+
 ANSWER_SECONDS: Final = 90.0
 _PIECE_END: Final = b"\n\n"
 _HEAD_END: Final = b"\r\n\r\n"
@@ -73,9 +76,9 @@ def body(
     return json.dumps(fields, separators=(",", ":")).encode()[:-1] + b',"prompt":' + prompt.encoded + b"}"
 
 
-def request(port: int, content: bytes, request_id: str) -> bytes:
+def request(to: Address, content: bytes, request_id: str) -> bytes:
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: {to[0]}:{to[1]}\r\nContent-Type: application/json\r\n"
         f"X-Request-Id: {request_id}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + content
@@ -167,11 +170,11 @@ def _unchunked(content: bytes) -> bytes:
     return bytes(out)
 
 
-async def connect(port: int, name: str) -> Connection:
+async def connect(to: Address, name: str) -> Connection:
     try:
-        _, made = await asyncio.get_running_loop().create_connection(lambda: Connection(name), "127.0.0.1", port)
+        _, made = await asyncio.get_running_loop().create_connection(lambda: Connection(name), *to)
     except OSError as error:
-        raise UnansweredError(f"{name}: the server at port {port} takes no connection: {error}") from None
+        raise UnansweredError(f"{name}: the server at {to[0]}:{to[1]} takes no connection: {error}") from None
     return made
 
 
@@ -185,23 +188,23 @@ async def ended(connections: Sequence[Connection], seconds: float = ANSWER_SECON
         raise UnansweredError(f"no answer within {seconds:g} s: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
 
 
-async def ask(port: int, name: str, content: bytes) -> dict[str, Any]:
+async def ask(to: Address, name: str, content: bytes) -> dict[str, Any]:
     """A request that is not streamed, and its answer."""
-    connection = await connect(port, name)
-    connection.send(request(port, content, name))
+    connection = await connect(to, name)
+    connection.send(request(to, content, name))
     await ended([connection])
     return connection.answer()
 
 
-async def stream(port: int, name: str, content: bytes) -> Streamed:
-    (found,) = await stream_all(port, [(name, content)])
+async def stream(to: Address, name: str, content: bytes) -> Streamed:
+    (found,) = await stream_all(to, [(name, content)])
     return found
 
 
-async def stream_all(port: int, wanted: Sequence[tuple[str, bytes]]) -> list[Streamed]:
+async def stream_all(to: Address, wanted: Sequence[tuple[str, bytes]]) -> list[Streamed]:
     """All of them at once, over connections made beforehand."""
-    whole = [request(port, content, name) for name, content in wanted]
-    connections = [await connect(port, name) for name, _ in wanted]
+    whole = [request(to, content, name) for name, content in wanted]
+    connections = [await connect(to, name) for name, _ in wanted]
     for connection, data in zip(connections, whole, strict=True):
         connection.send(data)
     await ended(connections)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from kvferry.fleet import blocks
 from kvferry.fleet.connectors import OURS, Connector
 from kvferry.fleet.device import Device
 from kvferry.fleet.patches import WIDE_WEIGHTS
-from kvferry.fleet.server import MODEL
+from kvferry.fleet.server import HERE, MODEL
 
 EAGER: Final = "eager"
 GRAPHS: Final = "graphs"
@@ -30,9 +30,18 @@ DEVICE_FLAGS: Final[Mapping[Device, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where an engine runs: the address that it serves at, and what our connector and its environment must be told there."""
+
+    host: str = HERE
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Engine:
-    """`role`: P or D, or both for an arm that is one engine. `window`: where its block pool is looked into. `port`: where P of
-    our connector listens, and D looks for it at its start, as everybody would have it who knows where P is."""
+    """`role`: P or D, or both for an arm that is one engine. `window`: where its block pool is looked into. `listen`: where P
+    of our connector listens, and D looks for it at its start, as everybody would have it who knows where P is."""
 
     model: Model
     arm: Arm
@@ -45,7 +54,8 @@ class Engine:
     batched_tokens: int
     prefix_caching: bool
     flags: tuple[str, ...] = ()
-    port: int = 0
+    listen: str = ""
+    place: Place = field(default_factory=Place)
 
     @property
     def name(self) -> str:
@@ -59,7 +69,7 @@ class Engine:
         out = [
             f"--model={self.model.folder}",
             f"--served-model-name={MODEL}",
-            "--host=127.0.0.1",
+            f"--host={self.place.host}",
             f"--port={port}",
             f"--dtype={self.model.dtype}",
             f"--block-size={self.block}",
@@ -83,11 +93,10 @@ class Engine:
         return [*out, *self.arm.flags, *self.flags]
 
     def _connector(self, connector: Connector) -> Connector:
-        if connector.kind != OURS.kind or not self.port:
+        if connector.kind != OURS.kind or not self.listen:
             return connector
-        address = f"127.0.0.1:{self.port}"
-        there: dict[str, Any] = {"listen": address} if self.role == "P" else {"peers": [address]}
-        return replace(connector, settings={**there, **connector.settings})
+        there: dict[str, Any] = {"listen": self.listen} if self.role == "P" else {"peers": [self.listen]}
+        return replace(connector, settings={**there, **self.place.settings, **connector.settings})
 
     def _compilation(self) -> tuple[str, ...]:
         if self.mode == EAGER:
@@ -96,7 +105,7 @@ class Engine:
         return (f"--compilation-config={json.dumps(graphs)}",)
 
     def variables(self, side_port: int) -> dict[str, str]:
-        out = {blocks.VARIABLE: str(self.window), **self.arm.environment}
+        out = {blocks.VARIABLE: str(self.window), **self.place.environment, **self.arm.environment}
         if not self.model.weights:
             out[WIDE_WEIGHTS] = "1"
         if self.arm.connector and self.arm.connector.side_port:

@@ -39,7 +39,9 @@ PREFILL: Final = "prefill"
 RATE: Final = "rate"
 ANSWERS: Final = "answers"
 ROWS: Final = (FIRST, CONSECUTIVE, SHUFFLED, AT_ONCE, PREFILL, RATE, ANSWERS)
-"""What can be chosen; `decode` comes with `at-once`."""
+"""What is measured; `decode` comes with `at-once`."""
+IN_TURNS: Final = "in-turns"
+"""In place of the second and third, where they are to be compared with each other: both orders of blocks by turns."""
 
 BESIDE_TOKENS: Final = 64
 BESIDE_NEW: Final = 3000
@@ -70,8 +72,8 @@ class Side:
     block_tokens: tuple[int, ...] = ()
 
     @property
-    def port(self) -> int:
-        return self.server.port
+    def address(self) -> client.Address:
+        return self.server.host, self.server.port
 
     async def look(self) -> Pool:
         """Takes down what the engine has seen since."""
@@ -127,7 +129,9 @@ class Measuring:
             await self._phase(FIRST, self._first())
         if CONSECUTIVE in self._rows:
             await self._phase(CONSECUTIVE, self._lengths(CONSECUTIVE))
-        if set(self._rows) - {FIRST, CONSECUTIVE}:
+        if IN_TURNS in self._rows:
+            await self._phase(IN_TURNS, self._in_both_orders())
+        if set(self._rows) - {FIRST, CONSECUTIVE, IN_TURNS}:
             await self._phase("scatter", self._scatter())
         if SHUFFLED in self._rows:
             await self._phase(SHUFFLED, self._lengths(SHUFFLED))
@@ -166,14 +170,37 @@ class Measuring:
                     found = await self._hand(row, prompt, turn)
                     row.samples["ttft"].append(_ms(found.first))
 
+    async def _in_both_orders(self) -> None:
+        """P computes every prompt anew: where it remembered one, its blocks would lie as they lay then."""
+        for tokens in self.settings.lengths:
+            rows = {order: Row(ALONE, order, tokens, {"ttft": [], "on the wire": []}) for order in (CONSECUTIVE, SHUFFLED)}
+            self.run.rows += rows.values()
+            for turn in range(self.settings.repeats):
+                for order, row in rows.items():
+                    await self._forget_all()
+                    for number, side in enumerate(self._sides()):
+                        await self._lay(side, order, 1 + turn * 2 + number)
+                    before = row.wire_s
+                    async with self._counting(row):
+                        found = await self._hand(row, self._prompt(order, tokens), turn)
+                    row.samples["ttft"].append(_ms(found.first))
+                    row.samples["on the wire"].append(_ms(row.wire_s - before))
+
+    async def _lay(self, side: Side, order: str, seed: int) -> None:
+        """From now on, new requests get blocks in this order."""
+        await self._quiet(side)
+        if order == SHUFFLED:
+            side.window.shuffle(seed)
+        else:
+            side.window.sort()
+        await self._nudge(side)
+
     async def _scatter(self) -> None:
         """A prompt tells whether the blocks of new requests lie scattered now."""
         tokens = self.settings.lengths[0]
         for turn in range(SHUFFLES):
             for number, side in enumerate(self._sides()):
-                await self._quiet(side)
-                side.window.shuffle(1 + turn * 2 + number)
-                await self._nudge(side)
+                await self._lay(side, SHUFFLED, 1 + turn * 2 + number)
             row = Row("probe", SHUFFLED, tokens, {})
             await self._hand(row, self._prompt(f"probe-{turn}", tokens), 0)
             for side in self._sides():
@@ -211,7 +238,7 @@ class Measuring:
                     idle = perf_counter()
                     await asyncio.sleep(settings.idle_s / (1 + turn))
                     begun = perf_counter()
-                    found = await client.stream_all(self._consumer.port, wanted)
+                    found = await client.stream_all(self._consumer.address, wanted)
                     begin, end = min(it.sent for it in found), max(it.marks[0] for it in found)
                     row.samples["ttft"] += [_ms(it.first) for it in found]
                     row.samples["itl"] += [_ms(gap) for it in found for gap in stats.gaps(it.marks)]
@@ -244,12 +271,12 @@ class Measuring:
         await self._forget_all()
         for prompt in prompts:
             name = self._name(ANSWERS, "parted", prompt.tokens, prompt.key)
-            await client.ask(self._consumer.port, f"{name}-all-but-one", body(prompt.all_but_one, 1))
+            await client.ask(self._consumer.address, f"{name}-all-but-one", body(prompt.all_but_one, 1))
             self.run.parted[f"{prompt.tokens} {prompt.key}"] = await self._answer(name, prompt, None)
 
     async def _answer(self, name: str, prompt: Prompt, params: Mapping[str, Any] | None) -> list[int]:
         content = body(prompt, ANSWER_TOKENS, params=params, more={"return_token_ids": True})
-        answer = await client.ask(self._consumer.port, name, content)
+        answer = await client.ask(self._consumer.address, name, content)
         found: list[int] = answer["choices"][0]["token_ids"]
         return found
 
@@ -285,7 +312,7 @@ class Measuring:
         """Seconds until P has answered as many new prompts as settings say, all sent at once."""
         prompts = [self._prompt(f"{PREFILL}-{tag}-{i}", self.settings.at_once_length) for i in range(self.settings.prefills)]
         wanted = [(f"{PREFILL}-{tag}-{i}", body(prompt, 1, stream=True)) for i, prompt in enumerate(prompts)]
-        found = await client.stream_all(self._producer.port, wanted)
+        found = await client.stream_all(self._producer.address, wanted)
         return max(it.marks[0] for it in found) - min(it.sent for it in found)
 
     async def _prefills_beside(
@@ -293,7 +320,7 @@ class Measuring:
     ) -> tuple[float, list[Streamed]]:
         async def one(place: int, name: str, content: bytes) -> Streamed:
             await asyncio.sleep(place * every_s)
-            return await client.stream(self._consumer.port, name, content)
+            return await client.stream(self._consumer.address, name, content)
 
         work = [asyncio.create_task(one(place, *load)) for place, load in enumerate(loads)]
         seconds = await self._prefills(tag)
@@ -318,7 +345,7 @@ class Measuring:
                 arrived = perf_counter()
                 params = await self._prefill_one(name, prompt)
                 content = body(prompt, settings.output, stream=True, params=params)
-                return arrived, await client.stream(self._consumer.port, name, content)
+                return arrived, await client.stream(self._consumer.address, name, content)
 
             found = await asyncio.gather(*(one(*it) for it in zip(names, prompts, times, strict=True)))
             row.samples["both legs"] = [_ms(it.marks[0] - arrived) for arrived, it in found]
@@ -355,6 +382,8 @@ class Measuring:
             return "" if row.cached >= least else f"{row.cached} of {tokens} prompt tokens were found in the prefix cache"
         if row.from_peer < tokens - len(row.requests):
             return f"{row.from_peer} of {tokens} prompt tokens came from P"
+        if row.moved_bytes < row.foretold_bytes:
+            return f"{row.moved_bytes} of {row.foretold_bytes} bytes that were foretold were moved"
         if len(found) < len(row.requests):
             return f"the blocks of {len(row.requests) - len(found)} requests are not known"
         telling = row.scatter >= 0
@@ -387,11 +416,11 @@ class Measuring:
         name = self._name(row.name, row.order, row.tokens, turn, prompt.key)
         row.requests.append(name)
         params = await self._prefill_one(name, prompt)
-        return await client.stream(self._consumer.port, name, body(prompt, 2, stream=True, params=params))
+        return await client.stream(self._consumer.address, name, body(prompt, 2, stream=True, params=params))
 
     async def _prefill_one(self, name: str, prompt: Prompt) -> Mapping[str, Any] | None:
         given = None if self._alone else TO_PREFILL
-        answer = await client.ask(self._producer.port, name, body(prompt, 1, params=given))
+        answer = await client.ask(self._producer.address, name, body(prompt, 1, params=given))
         params: Mapping[str, Any] | None = answer.get("kv_transfer_params")
         if given and not params:
             raise UnansweredError(f"{name}: P's answer brings no reference: {str(answer)[:300]}")
@@ -416,7 +445,7 @@ class Measuring:
         """vLLM frees, counts and takes orders with a step, and without requests it takes none."""
         self._nudges += 1
         prompt = self._prompt(f"nudge-{self._nudges}", NUDGE_TOKENS)
-        await client.ask(side.port, f"nudge-{self._nudges}", body(prompt, 2))
+        await client.ask(side.address, f"nudge-{self._nudges}", body(prompt, 2))
 
     async def _quiet(self, side: Side) -> None:
         """Waits until nothing is held, and takes down what was."""
@@ -438,10 +467,10 @@ class Measuring:
         connections = []
         try:
             for i, prompt in enumerate(prompts):
-                connection = await client.connect(self._consumer.port, f"beside-{turn}-{i}")
+                connection = await client.connect(self._consumer.address, f"beside-{turn}-{i}")
                 connections.append(connection)
                 content = body(prompt, BESIDE_NEW, stream=True)
-                connection.send(client.request(self._consumer.port, content, connection.name))
+                connection.send(client.request(self._consumer.address, content, connection.name))
             await asyncio.wait([it.started for it in connections], timeout=client.ANSWER_SECONDS)
             yield [it.streamed for it in connections]
         finally:
@@ -452,30 +481,40 @@ class Measuring:
     async def _row(self, name: str, order: str, tokens: int) -> AsyncIterator[Row]:
         """Kept with what D counted meanwhile, even where it broke off."""
         row = Row(name, order, tokens, {})
-        before = await asyncio.to_thread(counters, self._consumer.server)
-        try:
+        self.run.rows.append(row)
+        async with self._counting(row):
             yield row
+
+    @asynccontextmanager
+    async def _counting(self, row: Row) -> AsyncIterator[None]:
+        """What D counts meanwhile is the row's."""
+        before, earlier = await asyncio.to_thread(counters, self._consumer.server), len(row.requests)
+        try:
+            yield
         except UnansweredError as error:
             row.void = str(error)
             raise
         finally:
-            self.run.rows.append(row)
             if not row.void:
-                await self._count(row, before)
+                await self._count(row, before, len(row.requests) - earlier)
             self._save()
 
-    async def _count(self, row: Row, before: Counters) -> None:
+    async def _count(self, row: Row, before: Counters, requests: int) -> None:
         await self._nudge(self._consumer)
-        wanted = row.tokens * len(row.requests) - len(row.requests)
+        wanted = row.tokens * requests - requests
         deadline = perf_counter() + COUNTED_S
         while True:
             found = await asyncio.to_thread(counters, self._consumer.server) - before
             if self._alone or found.from_peer >= wanted or perf_counter() > deadline:
                 break
             await asyncio.sleep(0.05)
-        row.from_peer, row.computed, row.cached = found.from_peer, found.computed, found.cached
-        row.moved_bytes = found.bytes_moved or found.stock_bytes
-        row.pieces = found.runs_moved or found.stock_descriptors
+        row.from_peer += found.from_peer
+        row.computed += found.computed
+        row.cached += found.cached
+        row.moved_bytes += found.bytes_moved or found.stock_bytes
+        row.foretold_bytes += found.bytes_predicted
+        row.pieces += found.runs_moved or found.stock_descriptors
+        row.wire_s += found.wire_s
 
 
 def _ms(seconds: float) -> float:

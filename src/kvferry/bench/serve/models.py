@@ -12,6 +12,17 @@ from kvferry.errors import BenchError
 
 _COMMON: Final[Mapping[str, Any]] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
 _LLAMA: Final = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+_TINY_LLAMA: Final = {
+    **_LLAMA,
+    "vocab_size": 256,
+    "max_position_embeddings": 8192,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
 _NEMOTRON_H: Final = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "mlp_hidden_act": "relu2"}
 
 
@@ -58,20 +69,8 @@ SHAPES: Final = {
         },
         prefix_caching=False,
     ),
-    "tiny-llama": Shape(
-        {
-            **_LLAMA,
-            "vocab_size": 256,
-            "max_position_embeddings": 8192,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-        },
-        "float32",
-    ),
+    "tiny-llama": Shape(_TINY_LLAMA, "float32"),
+    "small-llama": Shape({**_TINY_LLAMA, "hidden_size": 256, "num_hidden_layers": 16, "head_dim": 64}, "float32"),
     "tiny-nemotron-h": Shape(
         {
             **_NEMOTRON_H,

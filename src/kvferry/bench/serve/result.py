@@ -44,7 +44,8 @@ class Settings(Struct, frozen=True):
 
 class Row(Struct):
     """One thing measured. `order`: how the blocks lay. `samples`: times in milliseconds, rates per second. `blocks` and
-    `runs` over all its requests, `scatter` of the one whose blocks lay closest. `void` says why it does not count."""
+    `runs` over all its requests, `scatter` of the one whose blocks lay closest. `foretold_bytes`: what plans said
+    would be moved. `void` says why it does not count."""
 
     name: str
     order: str
@@ -55,7 +56,9 @@ class Row(Struct):
     computed: int = 0
     cached: int = 0
     moved_bytes: int = 0
+    foretold_bytes: int = 0
     pieces: int = 0
+    wire_s: float = 0.0
     blocks: int = 0
     runs: int = 0
     scatter: float = -1.0

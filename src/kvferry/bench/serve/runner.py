@@ -6,8 +6,8 @@ import asyncio
 import gc
 import json
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -15,8 +15,8 @@ from typing import Final
 
 from kvferry.bench.serve.arms import Arm, turns
 from kvferry.bench.serve.client import UnansweredError
-from kvferry.bench.serve.engine import EAGER, GRAPHS, Engine
-from kvferry.bench.serve.measure import BESIDE_NEW, BESIDE_TOKENS, ROWS, Measuring, Side
+from kvferry.bench.serve.engine import EAGER, GRAPHS, Engine, Place
+from kvferry.bench.serve.measure import BESIDE_NEW, BESIDE_TOKENS, CONSECUTIVE, IN_TURNS, ROWS, SHUFFLED, Measuring, Side
 from kvferry.bench.serve.models import Model
 from kvferry.bench.serve.result import Record, Run, Settings
 from kvferry.errors import BenchError
@@ -33,7 +33,8 @@ ERROR_LINES: Final = 3
 
 @dataclass(frozen=True)
 class Order:
-    """What to run. `budget_s`: no arm is started that would probably end later; 0 means no bound."""
+    """What to run. `budget_s`: no arm is started that would probably end later; 0 means no bound. `places`: where P and D are,
+    if not here."""
 
     model: Model
     arms: tuple[Arm, ...]
@@ -44,6 +45,10 @@ class Order:
     rows: tuple[str, ...] = ROWS
     flags: tuple[str, ...] = ()
     budget_s: float = 0.0
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+    def place(self, role: str) -> Place:
+        return self.places.get(role, Place())
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,11 @@ def _one(
 ) -> Run:
     settings, (start, mode, arm) = record.settings, turn
     roles = ("D",) if arm.alone else ("P", "D")
-    port = free_port()
+    listen = f"{order.place('P').host}:{free_port()}"
     engines = {
-        role: _engine(order, settings, arm, mode, role, sockets / f"{start}{mode}{arm.name}{role}", port) for role in roles
+        role: _engine(order, settings, arm, mode, role, sockets / f"{start}{mode}{arm.name}{role}", listen) for role in roles
     }
+    hosts = {role: order.place(role).host for role in roles}
     configured = json.loads(arm.connector.flag()) if arm.connector else {}
     made = Run(arm.name, mode, start, engines["D"].block, configured, started_by=zygote.start.value)
     record.keep(made)
@@ -105,7 +111,7 @@ def _one(
     try:
         watcher.told(f"{label}: start")
         began = monotonic()
-        with servers(zygote, engines) as up:
+        with servers(zygote, engines, hosts=hosts) as up:
             made.phases["start"] = round(monotonic() - began, 2)
             sides = {role: Side(server, Window(engines[role].window)) for role, server in up.items()}
             sides.setdefault("P", sides["D"])
@@ -132,7 +138,7 @@ def _one(
     return made
 
 
-def _engine(order: Order, settings: Settings, arm: Arm, mode: str, role: str, window: Path, port: int) -> Engine:
+def _engine(order: Order, settings: Settings, arm: Arm, mode: str, role: str, window: Path, listen: str) -> Engine:
     longest = max(*settings.lengths, settings.at_once_length, BESIDE_TOKENS + BESIDE_NEW) + settings.output + ROOM
     return Engine(
         order.model,
@@ -146,15 +152,18 @@ def _engine(order: Order, settings: Settings, arm: Arm, mode: str, role: str, wi
         min(BATCHED_TOKENS, longest) if order.device is Device.CPU else BATCHED_TOKENS,
         settings.prefix_caching,
         order.flags,
-        port,
+        listen,
+        order.place(role),
     )
 
 
 def check(order: Order, settings: Settings) -> None:
     """Raises where something would only be found out after minutes."""
     for name in order.rows:
-        if name not in ROWS:
-            raise BenchError(f"--only {name}: choose among {', '.join(ROWS)}")
+        if name not in (*ROWS, IN_TURNS):
+            raise BenchError(f"--only {name}: choose among {', '.join((*ROWS, IN_TURNS))}")
+    if IN_TURNS in order.rows and {CONSECUTIVE, SHUFFLED} & set(order.rows):
+        raise BenchError(f"--only {IN_TURNS}: it measures {CONSECUTIVE} and {SHUFFLED} blocks itself; leave those out")
     for name in ("repeats", "at_once", "rounds", "beside", "output", "prefills", "rate", "rate_s", "idle_s"):
         if not 0 < getattr(settings, name) < MOST:
             raise BenchError(f"--{name.replace('_', '-')} {getattr(settings, name)}: give a number above 0 and below {MOST:,}")
