@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from kvferry.errors import MismatchError, TransportError
 from kvferry.manifest import Identity
 from kvferry.session import Ferry, Lease, Meeting, Outcome, PeerKey, Release, Welcome, Words, meet
+from kvferry.strategy import HostMover
 from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, Storage
 from kvferry.transport.faults import Delay, Drop, Duplicate, LateLanding, PeerDeath, Reorder
 from session_dock import PATIENCE_S, TIMEOUT_S, Berth, Dock, berths, case, dock
@@ -796,3 +797,63 @@ def test_a_rank_that_others_wait_for_is_looked_after_more_often():
     waiting.append("somebody")
     rests.append(ferry._pause())
     assert rests[0] > rests[1] > rests[2] > 0
+
+
+class _Slow(HostMover):
+    """Copies caches when it is told to, and words at once; `sizes` are those of its copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.late: list[_Late] = []
+
+    def start(self, prepared: Any, bound: Any) -> Any:
+        self.sizes.append(bound.bytes)
+        if bound.bytes % 8 == 0 and bound.bytes <= 24:
+            return super().start(prepared, bound)
+        self.late.append(_Late(lambda: HostMover.start(self, prepared, bound)))
+        return self.late[-1]
+
+
+class _Late:
+    seconds = 0.0
+
+    def __init__(self, copy: Callable[[], Any]) -> None:
+        self._copy = copy
+        self._over: Any = None
+
+    @property
+    def done(self) -> bool:
+        return self._over is not None
+
+    @property
+    def moved(self) -> int:
+        return self._over.moved
+
+    def go(self) -> None:
+        self._over = self._copy()
+
+
+@pytest.mark.parametrize("lost", [None, "r1"])
+def test_words_of_loads_in_a_step_are_read_together_after_all_copies_and_each_decides_for_its_own(lost):
+    slow = _Slow()
+    made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow)
+    (ferry,) = made.ferries
+    leases = {name: made.lease(name) for name in ("r0", "r1", "r2")}
+    slow.sizes.clear()
+    for name, lease in leases.items():
+        ferry.load(made.load(lease, name, in_step=True))
+    assert ferry.outcomes() == []
+    for copies in slow.late:
+        copies.go()
+    if lost:
+        for berth in made.berths:
+            berth.words.kill(leases[lost])
+    ferry.settle(tuple(leases), PATIENCE_S)
+    outcomes = {outcome.request: outcome for outcome in ferry.outcomes()}
+    assert slow.sizes[3:] == [24]
+    assert {name for name, outcome in outcomes.items() if outcome.error} == ({lost} if lost else set())
+    assert all("has given the blocks" in outcome.error for outcome in outcomes.values() if outcome.error)
+    assert all(outcome.moved == outcome.predicted > 24 for name, outcome in outcomes.items() if name != lost)
+    assert made.differing() == []
+    nothing_left(made)

@@ -281,11 +281,12 @@ class TestHaste:
     def test_a_long_step_takes_on_as_many_as_would_double_it(self) -> None:
         now = [0.0]
         found = Haste(False, lambda: now[0])
-        for seconds in (19 * LOAD_S, 60 * LOAD_S, 19.5 * LOAD_S):
+        many = LOADS_A_STEP + 3
+        for seconds in (many * LOAD_S, 3 * many * LOAD_S, (many + 0.5) * LOAD_S):
             found.new_step()
             now[0] += seconds
         found.new_step()
-        for _ in range(19):
+        for _ in range(many):
             assert not found.has_enough
             found.took(PEER, 1, False)
         assert found.has_enough

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.plan import Binder, Loading
+from kvferry.plan import Binder, Loading, Tiles
 from kvferry.session.consumer import PeerKey
 from kvferry.session.meeting import Meeting
 from kvferry.session.reference import Lease
@@ -53,11 +53,11 @@ class Outcome:
 @dataclass(eq=False)
 class Link:
     """A connection to those ranks of a producer that this one reads: what reads their data and their words, by source of the
-    plan. `anywhere`: any thread may read over it. `lost` says why it is no longer used."""
+    plan; with words the tile of the first. `anywhere`: any thread may read over it. `lost` says why it is no longer used."""
 
     names: tuple[str, ...]
     data: tuple[Prepared, ...]
-    words: tuple[tuple[Binder, Prepared], ...]
+    words: tuple[tuple[Mapping[tuple[int, int], Tiles], Prepared], ...]
     anywhere: bool
     lost: str = ""
 

@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -158,6 +158,7 @@ class Ferry:
         while True:
             with self._turn:
                 waited_for = [crossing for crossing in self._crossings if crossing.load.request in requests]
+                self._check_together(waited_for)
                 for crossing in waited_for:
                     self._attempt(crossing, self._advance)
             if not waited_for:
@@ -166,6 +167,23 @@ class Ferry:
                 said = ", ".join(plain(crossing.load.request) for crossing in waited_for[:3])
                 raise SessionError(f"copies of {said} have not ended in {limit_s:g} s, and a step waits for them")
             time.sleep(_SETTLING_S)
+
+    def _check_together(self, crossings: Sequence[Crossing]) -> None:
+        """Begin to check those whose data has arrived, and that any thread may read; whatever is wrong is found one by one."""
+        arrived: dict[Link, list[Crossing]] = {}
+        for crossing in crossings:
+            link = crossing.link
+            if link is not None and link.anywhere and not crossing.checking and not crossing.error and self._has_all(crossing):
+                arrived.setdefault(link, []).append(crossing)
+        for link, found in arrived.items():
+            self._attempt_all(found, link)
+
+    def _attempt_all(self, crossings: Sequence[Crossing], link: Link) -> None:
+        try:
+            self._check(crossings, link)
+        except KVFerryError as error:
+            for crossing in crossings:
+                self._break_off(crossing, str(error))
 
     def _begun(self, load: Load) -> bool:
         """Whether the load could begin here and now; not before anything that was handed in earlier."""
@@ -312,13 +330,12 @@ class Ferry:
         """Connect, and read words that are of no interest over connections that nobody has used."""
         used = {name for other in self._peers.values() if other.link is not None for name in other.link.names}
         link = peer.link = self._connect(peer)
-        for name, (binder, prepared) in zip(link.names, link.words, strict=True):
+        for name, (first, prepared) in zip(link.names, link.words, strict=True):
             if name in used or not self._landings:
                 continue
             landing = self._landings.popleft()
             try:
-                asked = binder.tiles(Request(1, {0: 0}, {0: landing}))
-                often = {key: _repeated(tiles, _WARMING) for key, tiles in asked.items()}
+                often = _of_words(first, [0] * _WARMING, [landing] * _WARMING)
                 self._warming.append(Warming(peer.meeting.peer, link, self._transport.read(prepared, often), landing))
             except Exception:
                 self._landings.append(landing)
@@ -398,9 +415,7 @@ class Ferry:
         if link is None or not self._arrived(crossing):
             return
         if not crossing.checking:
-            crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
-            self._spend(crossing)
-            self._check(crossing, link)
+            self._check([crossing], link)
             if not self._arrived(crossing):
                 return
         self._spend(crossing)
@@ -414,6 +429,9 @@ class Ferry:
             self._break_off(crossing, crossing.reads[states.index(State.FAILED)].error)
             return False
         return State.RUNNING not in states
+
+    def _has_all(self, crossing: Crossing) -> bool:
+        return all(self._transport.poll(read) is State.DONE for read in crossing.reads)
 
     def _spend(self, crossing: Crossing) -> None:
         if crossing.reads:
@@ -451,32 +469,39 @@ class Ferry:
         cards = {card.caches.identity: card for card in peer.meeting.cards}
         names: list[str] = []
         data: list[Prepared] = []
-        words: list[tuple[Binder, Prepared]] = []
+        words: list[tuple[Mapping[tuple[int, int], Tiles], Prepared]] = []
         try:
             for index, source in enumerate(plan.sources):
                 card = cards[source.identity]
                 names.append(self._transport.connect(card.transport))
                 word_plan = self._words.plan(card.words)
                 data.append(self._transport.prepare(plan, index, names[-1]))
-                words.append((Binder(word_plan), self._transport.prepare(word_plan, 0, names[-1])))
+                first = Binder(word_plan).tiles(Request(1, {0: 0}, {0: 0}))
+                words.append((first, self._transport.prepare(word_plan, 0, names[-1])))
         except Exception:
             self._drop(set(names) - {name for other in self._peers.values() if other.link for name in other.link.names})
             raise
         anywhere = all(prepared.anywhere for prepared in (*data, *(prepared for _, prepared in words)))
         return Link(tuple(names), tuple(data), tuple(words), anywhere)
 
-    def _check(self, crossing: Crossing, link: Link) -> None:
-        """All data has been seen to arrive: now the words are read, which say whether it was still the lease's."""
-        crossing.checking = True
-        lease = crossing.load.lease
-        for binder, prepared in link.words:
-            if not self._landings:
+    def _check(self, crossings: Sequence[Crossing], link: Link) -> None:
+        """All data has been seen to arrive: now the words are read, which say whether it was still the lease's; of several
+        loads by one read that all of them wait for."""
+        for crossing in crossings:
+            crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
+            self._spend(crossing)
+            crossing.checking = True
+        slots = [crossing.load.lease.slot for crossing in crossings]
+        for first, prepared in link.words:
+            if len(self._landings) < len(crossings):
                 raise SessionError("no landing place for a generation word is free: too many loads at a time")
-            landing = self._landings.popleft()
-            crossing.landings.append(landing)
-            self._words.wipe(landing)
-            asked = Request(1, {0: lease.slot}, {0: landing})
-            crossing.reads.append(self._transport.read(prepared, binder.tiles(asked)))
+            landings = [self._landings.popleft() for _ in crossings]
+            for crossing, landing in zip(crossings, landings, strict=True):
+                crossing.landings.append(landing)
+                self._words.wipe(landing)
+            read = self._transport.read(prepared, _of_words(first, slots, landings))
+            for crossing in crossings:
+                crossing.reads.append(read)
 
     def _disembark(self, crossing: Crossing, link: Link) -> None:
         load, seen = crossing.load, crossing.seen
@@ -562,9 +587,16 @@ class Ferry:
         logger.info("%s; carried by %s%s", peer.meeting, path.name, remedy)
 
 
-def _repeated(tiles: Tiles, times: int) -> Tiles:
-    columns = (tiles.src_block, tiles.src_tile, tiles.dst_block, tiles.dst_tile)
-    return Tiles(*(np.repeat(column, times) for column in columns))
+def _of_words(
+    first: Mapping[tuple[int, int], Tiles], slots: Sequence[int], landings: Sequence[int]
+) -> dict[tuple[int, int], Tiles]:
+    """Words of a producer into landing places, from the tile of its first word into the first place."""
+    there, here = np.array(slots, np.int64), np.array(landings, np.int64)
+    zeros = np.zeros_like(there)
+    return {
+        key: Tiles(there + one.src_block, zeros + one.src_tile, here + one.dst_block, zeros + one.dst_tile)
+        for key, one in first.items()
+    }
 
 
 def _described(error: Exception) -> str:

@@ -17,9 +17,9 @@ from typing import Any, Final
 from kvferry.engines.vllm.tables import specs_of
 from kvferry.session import PeerKey
 
-SHORT_S: Final = 0.006
+SHORT_S: Final = 0.008
 """All copies that one step may wait for: about a decode step of a small model."""
-LOADS_A_STEP: Final = 16
+LOADS_A_STEP: Final = 24
 """Loads that one step takes on at least, in haste or not: of those that come together, the first need not wait until the last
 are ordered, and who decodes beside them waits for a few only."""
 LOAD_S: Final = 0.001
