@@ -169,6 +169,10 @@ def cuda_families() -> Iterator[Family]:
     gated = ("--gdn-prefill-backend=triton",)
     wide = {"flags": (*gated, "--load-format=dummy"), "environment": {WIDE_WEIGHTS: "1"}}
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    yield ranks("gpt-oss", *full)
+    yield ranks("deepseek", "bfloat16", "TRITON_MLA")
+    for model in ("llama", "gemma3", "gpt-oss", "nemotron-h", "granite-h-1g"):
+        yield ranks(model, *half)
     yield of_blocks("nemotron-h", *full, 16, 64, 128, lengths=FEW)
     yield of_blocks("qwen3-next", *half, 16, 64, lengths=FEW, flags=gated)
     yield of_blocks("nemotron-h-nano-state", *half, 16, lengths=(100, 700), flags=long, weighed=True)
