@@ -169,9 +169,9 @@ class _Window:
 
 
 def _items(columns: Ints, bound: Bound) -> Iterator[tuple[int, Ints, Ints, Ints]]:
-    """Unit, source and destination of every piece (the second axis) at every tile (the first), and lengths of the pieces, in the
-    words of the tables; some at a time. What lies in one tile is copied together: a tile's pieces share pages and lines of a
-    processor's caches, those of different tiles do not."""
+    """Unit, source and destination of every piece (the second axis) at every tile (the first), and lengths of the pieces, in
+    the words of the tables; some at a time. Tile by tile, since a tile's pieces share pages and lines of a processor's caches,
+    and those of different tiles do not."""
     for launch in bound.launches:
         jobs = bound.table[launch.at : launch.at + launch.jobs * FIELDS].reshape(-1, FIELDS)
         for first, count, tiles, places, _ in jobs.tolist():
