@@ -35,13 +35,13 @@ TIMEOUT_S: Final = 30.0
 AGAIN_S: Final = 2.0
 """After so long without an answer a producer is told once more what to gather, and by which plan: it may have forgotten it."""
 _TRIES: Final = 4
-_SHORTEST: Final = 1 << 19
+_SHORTEST: Final = 1 << 22
 _SEVERAL: Final = 4
 
 
 def piece_bytes(staged: int, most: int) -> int:
-    """How long the pieces of a load are: so that a few follow each other, since they overlap, but not of next to nothing, since
-    each is asked for, read and checked by itself. A slot holds `most`."""
+    """How long the pieces of a load are: so that a few follow each other, since they overlap, but not of few bytes, since
+    each is asked for, read and checked by itself, which takes as long as the bytes of some megabytes. A slot holds `most`."""
     return min(most, max(_SHORTEST, -(-staged // _SEVERAL)))
 
 

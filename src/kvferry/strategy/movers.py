@@ -227,7 +227,7 @@ def _elements(address: Ints, kind: np.dtype[Any], unit: int) -> tuple[npt.NDArra
     return np.ndarray(count, kind, _at(low), strides=(unit,)), (address - low) >> (unit.bit_length() - 1)
 
 
-def _at(address: int) -> ctypes.Array[ctypes.c_uint8]:
+def _at(address: int) -> memoryview[int]:
     """Memory from an address on, to be cut to what is there. One type for all lengths: making another takes longer than many a
     copy."""
-    return _MEMORY.from_address(address)
+    return memoryview(_MEMORY.from_address(address))
