@@ -54,9 +54,9 @@ Tick = Callable[["Cell"], None]
 
 class Cell(Struct, frozen=True):
     """One request: bytes, runs, the fewest seconds by every strategy, what the model foretells and chooses among those that
-    need no mapped memory, and a plain copy of as many bytes. A strategy that would take too long was not measured. `right`: every
-    byte was compared, after every strategy. `chosen_seconds`: of loads by an end that chooses for itself, in turn with the
-    others; they are loads of the strategy that it chose like any other."""
+    need no mapped memory, and a plain copy of as many bytes. A strategy that would take too long was not measured. `right`:
+    every byte was compared, after every strategy. `chosen_seconds`: of loads by an end that chooses for itself, in turn with
+    the others; they are loads of the strategy that it chose like any other."""
 
     scatter: str
     tokens: int
