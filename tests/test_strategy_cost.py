@@ -14,10 +14,11 @@ from kvferry.models import Side, load_model
 from kvferry.plan import Binder, Fleet, Request, make_plans
 from kvferry.plan.detour import packed, staged
 from kvferry.strategy import HostMover, cost
-from kvferry.strategy.cost import Copying, Counter, Counts, Rates, Through, Wire
+from kvferry.strategy.cost import PACKED_ROUNDS, STAGED_ROUNDS, Copying, Counter, Counts, Rates, Through, Wire
 from kvferry.strategy.forecast import USUAL, forecasts
+from kvferry.strategy.landing import piece_bytes
 from kvferry.strategy.probing import copying_of
-from kvferry.strategy.staging import host_staging
+from kvferry.strategy.staging import PAGE, host_staging
 from test_transfer_properties import cases
 from transport_suite import dense_case, model_case
 
@@ -62,8 +63,25 @@ def test_every_number_is_charged_for() -> None:
     assert cost.direct_s(Counts(10, 3), ONE) == 1 + 3 + 10
     assert cost.mapped_s(Counts(10, 3), ONE) == 1 + 3 + 10
     load = Through(bytes=8, staged=10, gathered=2, scattered=3)
-    assert cost.packed_s(load, ONE, 10, 4) == 1 + 1 + (1 + 2 + 8) + (2 + 1 + 10) + (1 + 3 + 8)
-    assert cost.staged_s(load, ONE, 10) == (1 + 2 + 10) + (1 + 3 + 8)
+    assert cost.packed_s(load, ONE, 10, 4) == 1 + 1 + (1 + 2 + 8) + (PACKED_ROUNDS + 1 + 10) + (1 + 3 + 8)
+    assert cost.staged_s(load, ONE, 10) == (STAGED_ROUNDS + 2 + 10) + (1 + 3 + 8)
+
+
+def test_a_thread_that_does_it_all_itself_gains_nothing_by_more_pieces() -> None:
+    """Each is handled by itself: on host memory reading and scattering take turns, and only the gather is beside them."""
+    load = Through(bytes=1000, staged=1000, gathered=10, scattered=10)
+    for pieces in (2, 4, 10):
+        extra = (pieces - 1) * (STAGED_ROUNDS + ONE.scattering.launch_s)
+        assert cost.staged_s(load, ONE, 1000 // pieces) == pytest.approx(cost.staged_s(load, ONE, 1000) + extra)
+
+
+@given(st.integers(1, 1 << 36), st.integers(PAGE, 1 << 27))
+def test_pieces_fit_a_slot_and_small_loads_are_one(staged: int, slot: int) -> None:
+    piece = piece_bytes(staged, slot)
+    assert 0 < piece <= slot
+    assert -(-staged // piece) <= 4 or piece == slot
+    if staged <= min(slot, 4 << 20):
+        assert piece >= staged
 
 
 def test_pieces_overlap_and_a_small_ring_is_waited_for() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -189,6 +191,44 @@ def test_a_run_longer_than_a_piece_is_cut(unit, extra):
     assert len(moves.pieces) == 3 + bool(extra)
     assert moved(moves, made.tiles).runs == 2
     assert np.array_equal(made.here[0].whole, want[0])
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("length", [1, 4, 16, 24, 768, 1536])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(2, 1), (1, 2), (2, 2), (1, 1), (2.5, 1)],
+    ids=["gather", "scatter", "apart", "close", "gather odd rows"],
+)
+def test_runs_that_lie_close_together_on_either_side_arrive(there, here, length, shift):
+    """Odd rows: their distance is no multiple of their length."""
+    src, dst = int(there * length) + (there != int(there)), int(here * length)
+    run = Run(0, length, 0, 0, length, ((5, src, dst),), 0, 1)
+    blocks = 7
+    plan = plain([run], [Lane(5 * src, ()), Lane(5 * dst, ())], blocks, (5 * blocks + 2) * max(src, dst) + length)
+    made = made_of(plan, tiles_at([6, 0, 3, 2], [1, 2, 3, 4]), shift)
+    want = made.expected(0)
+    moved(made.moves(0), made.tiles)
+    assert np.array_equal(made.here[0].whole, want[0])
+
+
+def test_copies_make_no_types_however_many_lengths_there_are():
+    """ctypes makes one for every length that it is asked for, which takes longer than most copies."""
+    plans = []
+    for length in range(24, 56, 2):
+        run = Run(0, 0, 0, 0, length, ((3, 3 * length, 2 * length),), 0, 1)
+        plan = plain([run], [Lane(9 * length, ()), Lane(6 * length, ())], 4, 40 * length)
+        plans.append(made_of(plan, tiles_at([3, 1], [0, 2])))
+    moved(plans[0].moves(0), plans[0].tiles)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(ctypes.Array.__subclasses__())
+        for made in plans:
+            moved(made.moves(0), made.tiles)
+        assert len(ctypes.Array.__subclasses__()) == before
+    finally:
+        gc.enable()
 
 
 def test_a_load_uploads_its_tiles_and_never_its_runs():

@@ -27,7 +27,9 @@ from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings
 from kvferry.strategy.staging import LEAST, PAGE, host_staging, sized
 from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State
+from kvferry.transport.contract import Read
 from kvferry.transport.faults import Delay, LateLanding
+from kvferry.transport.inprocess import InProcessRead
 from transport_peer import PeerProcess, Rank, allocated
 from transport_suite import TCP, TIMEOUT_S, Case, Clock, ScatteredWharf, crossing, dense_case, finish, model_case, until
 
@@ -60,6 +62,25 @@ class LateMover(HostMover):
             return Over(over.moved - self.short)
         self.tickets.append(Late(over.moved - self.short))
         return self.tickets[-1]
+
+
+class Ordered(InProcessTransport):
+    """A wire on which the test says when a slot's bytes land, and when it is told that a board was read, whose words are those
+    of the moment when it was asked after first."""
+
+    slots_land = boards_are_told = True
+
+    def poll(self, read: Read) -> State:
+        assert isinstance(read, InProcessRead)
+        board = int(read.runs[2].sum()) < PAGE
+        if read.state is not State.RUNNING or (not board and self.slots_land):
+            return super().poll(read)
+        if board and not read.landed:
+            self._copy(read, 0, read.total)
+            read.landed = read.total
+        if board and self.boards_are_told:
+            self._finish(read)
+        return read.state
 
 
 @dataclass
@@ -139,13 +160,17 @@ def forced(way: Way = "packed", timeout_s: float = 30.0) -> Settings:
 
 
 def world(
-    case: Case | None = None, way: Way = "packed", budgets: tuple[int, int] = (1 << 17, 1 << 17), timeout_s: float = 30.0
+    case: Case | None = None,
+    way: Way = "packed",
+    budgets: tuple[int, int] = (1 << 17, 1 << 17),
+    timeout_s: float = 30.0,
+    wire: type[InProcessTransport] = InProcessTransport,
 ) -> World:
     case = case or model_case("synthetic-12", "tp=1,layout=token", "tp=2")
     harbour, clock = Harbour(), Clock()
     there, here = allocated(case.producers, 1)[0], allocated(case.consumers, 2)[0]
     gatherer, scatterer = LateMover(), LateMover()
-    wires = [InProcessTransport(name, harbour, clock=clock, timeout_s=timeout_s) for name in "pd"]
+    wires = [wire(name, harbour, clock=clock, timeout_s=timeout_s) for name in "pd"]
     settings_ = forced(way, timeout_s)
     source = Scattered(wires[0], host_staging(budgets[0]), gatherer, settings_, clock)
     source.register(there.storages)
@@ -314,6 +339,66 @@ def test_a_late_read_of_a_slot_that_was_given_to_another_is_not_accepted() -> No
         other.release(intruder)
     assert made.finish(read) == [State.DONE]
     assert made.right
+
+
+@pytest.mark.parametrize("told", ["before the bytes landed", "after the bytes landed"])
+def test_a_board_that_was_read_before_a_slots_bytes_landed_says_nothing_of_them(told: str) -> None:
+    """Another read has the board looked at while a slot's bytes are on the wire: its ticket is still there. Then the slot is
+    another's, whose bytes are what lands. Whenever that look is told of, only one that began later counts."""
+    made = world(dense_case(layers=1, blocks=8), wire=Ordered)
+    wire = made.wire
+    assert isinstance(wire, Ordered)
+    prepared = made.prepare()
+    read = made.read(prepared)
+    made.source.notifications()
+    made.gatherer.late = True
+    beside = made.read(prepared)
+    made.source.notifications()
+    wire.slots_land = False
+    made.target.poll(read)
+    flight = read.flights[0]
+    assert (flight.stage.value, beside.flights[0].stage.value) == ("reading", "asked")
+    old, slot, looks = flight.ticket, flight.there, flight_looks(read)
+    wire.boards_are_told = told == "before the bytes landed"
+    made.target.poll(beside)
+    begun, seen = flight_looks(read)
+    assert begun > looks[0]
+    assert (seen == begun) is wire.boards_are_told
+    wire.boards_are_told = False
+    made.clock.now += SLOT_S + 0.1
+    for ticket in made.gatherer.tickets:
+        ticket.done = True
+    made.gatherer.late = False
+    made.source.notifications()
+    other = made.another()
+    theirs = made.prepare(other)
+    for buffer in made.there.buffers:
+        buffer ^= 0xFF
+    intruders = [other.read(theirs, made.tiles) for _ in range(made.source.gathering.free)]
+    made.source.notifications()
+    for buffer in made.there.buffers:
+        buffer ^= 0xFF
+    assert made.source.gathering._words[slot] not in (0, old)
+    wire.slots_land = True
+    made.target.poll(read)
+    assert flight.stage.value == "checking"
+    assert made.untouched
+    wire.boards_are_told = True
+    made.target.poll(read)
+    assert (flight.stage.value, flight.ticket != old) == ("asked", True)
+    assert made.untouched
+    for intruder in intruders:
+        other.release(intruder)
+    made.clock.now += AGAIN_S
+    assert made.finish(read, beside) == [State.DONE] * 2
+    assert made.right
+
+
+def flight_looks(read: DetouredRead) -> tuple[int, int]:
+    """Reads of the producer's board that were begun, and the last of them that was told of."""
+    source = read.detoured.source
+    assert source is not None
+    return source.begun, source.seen
 
 
 def test_slots_that_are_always_taken_away_fail_the_read_and_say_what_helps() -> None:

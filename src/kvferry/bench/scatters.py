@@ -71,6 +71,12 @@ SCATTERS: Final[tuple[Scatter, ...]] = (
     Scatter("head slices, TP 2 → 1", "tp=2", "tp=1"),
     Scatter("head slices, TP 2 → 3", "tp=2", "tp=3"),
     Scatter("token-major, TP 1 → 2", "tp=1,layout=token", "tp=2,layout=token"),
+    Scatter(
+        "token-major K and V apart, TP 1 → 2",
+        "tp=1,layout=token,kv=paged",
+        "tp=2,layout=token,kv=paged",
+        kind=Attention(8, 128),
+    ),
     Scatter("transposed K, 4 bytes", "tp=1,kv=transposed", "tp=1,kv=paged", kind=Attention(1, 32, "float32"), layers=1),
     Scatter("cyclic tokens", "tp=1,block=1,layout=token", "tp=1,layout=token", kind=Attention(1, 128), layers=2),
     Scatter("conv (dim, tap), TP 2 → 1", "tp=2", "tp=1", kind=_CONV, layers=24, tokens=1),

@@ -37,7 +37,9 @@ def strategies_command(
     layers: Annotated[int, typer.Option(help="Layers of the made-up model. Default: 2, or what a kind needs.")] = 0,
     memory: Memory = "dram",
     staging: Staging = BUDGET,
-    repeats: Annotated[int, typer.Option(help="Loads by every strategy; figures are medians.")] = strategies.REPEATS,
+    repeats: Annotated[
+        int, typer.Option(help="Loads by every strategy, at least; figures are the least.")
+    ] = strategies.REPEATS,
     limit_s: Annotated[float, typer.Option(help="What would take longer is not measured.")] = strategies.LIMIT_S,
     as_json: Json = False,
     add: Annotated[Path | None, typer.Option(help="Show what --json wrote before, and measure nothing.")] = None,
@@ -110,7 +112,7 @@ def _rates(found: dict[str, Rates]) -> Table:
 
 
 def _table(found: list[Cell], columns: list[str]) -> Table:
-    table = Table(title="scattered bytes by strategy: milliseconds, medians")
+    table = Table(title="scattered bytes by strategy: milliseconds, the least of several loads")
     for i, name in enumerate(("request", "MB", "runs", *columns, "memcpy", "chosen", "× best", "bytes")):
         table.add_column(name, justify="right" if i else "left")
     for cell in found:

@@ -1,8 +1,8 @@
 """What a load would cost by each way, in seconds, from few numbers of the path and of the memory at its ends.
 
     direct    a round, every descriptor, the bytes on the wire
-    packed    an answer; then gather, wire (a round for the bytes, one for the word) and scatter beside each other, by pieces
-    staged    every covering stretch, its bytes on the wire; the scatter of what is in them beside it
+    packed    an answer; then gather, wire and scatter beside each other, by pieces of some rounds each
+    staged    every covering stretch, its bytes on the wire; the scatter of what is in them beside it; pieces as well
     mapped    one launch, every run, the bytes
 
 Numbers are measured when a producer is met, or by `kvferry bench calibrate`, or they are a path's usual ones. Counts come from
@@ -71,6 +71,13 @@ WIRES: Final[Mapping[str, Wire]] = {
 """What a path usually costs, where nothing was measured. An answer is never measured: the producer's thread looks every 1.5 ms
 and the consumer's every 0.5 ms or more, and each has to get Python's lock. NVLink, PCIe and NIC are what vendors and others
 report: nobody has measured them here."""
+
+
+PACKED_ROUNDS: Final = 6
+STAGED_ROUNDS: Final = 3
+"""What a piece takes beyond its bytes, in rounds, as found with many small ones: to be asked for and found on the board, read,
+checked, let go of and bound; a staged one only to be read, let go of and bound. On either a round is mostly the work of this
+process and of its transport, as it is where nothing but a word is read."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,7 @@ def packed_s(load: Through, rates: Rates, piece: int, slots: int) -> float:
     wire, gathering, scattering = rates.wire, rates.gathering, rates.scattering
     stages = (
         copied(gathering, 0, 0) + share * (load.gathered * gathering.run_s + load.bytes * gathering.byte_s),
-        2 * wire.round_s + wire.descriptor_s + share * load.staged * wire.byte_s,
+        PACKED_ROUNDS * wire.round_s + wire.descriptor_s + share * load.staged * wire.byte_s,
         copied(scattering, 0, 0) + share * (load.scattered * scattering.run_s + load.bytes * scattering.byte_s),
     )
     slowest = max(stages) if scattering.beside else max(stages[0], stages[1] + stages[2])
@@ -184,7 +191,7 @@ def staged_s(load: Through, rates: Rates, piece: int) -> float:
     pieces = max(1, -(-load.staged // piece))
     wire, scattering = rates.wire, rates.scattering
     stages = (
-        wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
+        STAGED_ROUNDS * wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
         scattering.launch_s + (load.scattered * scattering.run_s + load.bytes * scattering.byte_s) / pieces,
     )
     return sum(stages) + (pieces - 1) * (max(stages) if scattering.beside else sum(stages))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvferry.errors import TransportError
 from kvferry.strategy.moves import FIELDS, Bound, Moves
-from kvferry.strategy.shared import Memory, OpenedBytes, SharedBytes
+from kvferry.strategy.shared import OpenedBytes, SharedBytes
 from kvferry.strided import Ints
 from kvferry.transport import Storage
 
@@ -29,6 +29,7 @@ _LONG: Final = 1 << 15
 _AT_ONCE: Final = 1 << 18
 """Bytes that are copied by one call: what it lays aside meanwhile stays in a processor's cache."""
 _ITEMS: Final = 1 << 16
+_MEMORY: Final = ctypes.c_uint8 * (1 << 62)
 _NUMBERS: Final[dict[int, np.dtype[Any]]] = {
     1: np.dtype("u1"),
     2: np.dtype("u2"),
@@ -136,14 +137,14 @@ class HostMover:
             sizes = [int(length[0])] if (length == length[0]).all() else np.unique(length).tolist()
             for size in sizes:
                 of = slice(None) if len(sizes) == 1 else length == size
-                theirs, ours = src[of].reshape(-1), dst[of].reshape(-1)
+                theirs, ours = src[:, of].reshape(-1), dst[:, of].reshape(-1)
                 _copy(theirs, ours, size, unit)
                 moved += size * len(theirs)
         return Over(moved)
 
     def zero(self, runs: Ints) -> Ticket:
         for address, length in runs.tolist():
-            _at(address, length)[:] = 0
+            ctypes.memset(address, 0, length)
         return Over(int(runs[:, 1].sum()))
 
     def precede_the_engine(self) -> None:
@@ -168,42 +169,65 @@ class _Window:
 
 
 def _items(columns: Ints, bound: Bound) -> Iterator[tuple[int, Ints, Ints, Ints]]:
-    """Unit, source and destination of every piece at every tile, and lengths of the pieces, in the words of the tables; some
-    pieces at a time."""
+    """Unit, source and destination of every piece (the second axis) at every tile (the first), and lengths of the pieces, in
+    the words of the tables; some at a time. Tile by tile, since a tile's pieces share pages and lines of a processor's caches,
+    and those of different tiles do not."""
     for launch in bound.launches:
         jobs = bound.table[launch.at : launch.at + launch.jobs * FIELDS].reshape(-1, FIELDS)
         for first, count, tiles, places, _ in jobs.tolist():
             lanes = 1 + int(columns[4, first : first + count].max())
             place = bound.table[places : places + lanes * tiles].reshape(-1, tiles)
-            step = max(1, _ITEMS // tiles)
-            for at in range(first, first + count, step):
-                src, dst, elements, theirs, ours = columns[:, at : min(at + step, first + count)]
-                there, here = (place[0], place[1]) if lanes == 2 else (place[theirs], place[ours])
-                yield launch.form.unit, src[:, None] + there, dst[:, None] + here, elements * launch.form.width
+            pieces = min(count, _ITEMS)
+            for at in range(first, first + count, pieces):
+                src, dst, elements, theirs, ours = columns[:, at : min(at + pieces, first + count)]
+                step = max(1, _ITEMS // pieces)
+                for tile in range(0, tiles, step):
+                    few = place[:, tile : tile + step]
+                    there, here = (few[0][:, None], few[1][:, None]) if lanes == 2 else (few[theirs].T, few[ours].T)
+                    yield launch.form.unit, there + src, here + dst, elements * launch.form.width
 
 
 def _copy(src: Ints, dst: Ints, size: int, unit: int) -> None:
-    """Runs of one size, all addresses multiples of `unit`. NumPy copies elements of any size in one call for all of them."""
+    """Runs of one size, all addresses multiples of `unit`. NumPy copies elements of any size in one call for all of them; where
+    they lie close together on one side, without laying them aside."""
     if size >= _LONG or len(src) == 1:
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             ctypes.memmove(target, source, size)
         return
     kind: np.dtype[Any] = _NUMBERS.get(size, np.dtype((np.void, size)))
+    ours, here = _elements(dst, kind, unit)
+    if _close(src, size):
+        ours[here] = _rows(int(src[0]), len(src), kind)
+        return
+    low = int(src.min())
+    row, beyond = np.divmod(src - low, size)
+    if _close(dst, size) and unit % kind.alignment == 0 and not beyond.any():
+        _rows(low, int(row.max()) + 1, kind).take(row, out=_rows(int(dst[0]), len(dst), kind), mode="clip")
+        return
+    theirs, there = _elements(src, kind, unit)
     step = _AT_ONCE // size
     for at in range(0, len(src), step):
         few = slice(at, at + step)
-        theirs, there = _elements(src[few], kind, unit)
-        ours, here = _elements(dst[few], kind, unit)
-        ours[here] = theirs[there]
+        ours[here[few]] = theirs[there[few]]
+
+
+def _close(address: Ints, size: int) -> bool:
+    """Whether runs lie behind each other."""
+    return bool(int(address[-1] - address[0]) == size * (len(address) - 1) and (address[1:] - address[:-1] == size).all())
+
+
+def _rows(address: int, count: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.ndarray(count, kind, _at(address))
 
 
 def _elements(address: Ints, kind: np.dtype[Any], unit: int) -> tuple[npt.NDArray[Any], Ints]:
     """Elements that begin at every unit of a stretch of memory, and which of them are at the addresses."""
     low = int(address.min())
-    length = int(address.max()) - low + kind.itemsize
-    count = (length - kind.itemsize) // unit + 1
-    return np.ndarray(count, kind, _at(low, length), strides=(unit,)), (address - low) >> (unit.bit_length() - 1)
+    count = (int(address.max()) - low) // unit + 1
+    return np.ndarray(count, kind, _at(low), strides=(unit,)), (address - low) >> (unit.bit_length() - 1)
 
 
-def _at(address: int, length: int) -> Memory:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
+def _at(address: int) -> memoryview[int]:
+    """Memory from an address on, to be cut to what is there. One type for all lengths: making another takes longer than many a
+    copy."""
+    return memoryview(_MEMORY.from_address(address))

@@ -48,7 +48,7 @@ class Cut:
     slots: int
 
 
-HOST_CUT: Final = Cut(1 << 19, 8 << 20, 8)
+HOST_CUT: Final = Cut(4 << 20, 8 << 20, 8)
 PINNED_CUT: Final = Cut(8 << 20, 64 << 20, 4)
 DEVICE_CUT: Final = Cut(256 << 20, 256 << 20, 4)
 
