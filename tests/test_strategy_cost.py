@@ -18,7 +18,7 @@ from kvferry.strategy.cost import PACKED_ROUNDS, STAGED_ROUNDS, Copying, Counter
 from kvferry.strategy.forecast import USUAL, forecasts
 from kvferry.strategy.landing import piece_bytes
 from kvferry.strategy.probing import copying_of
-from kvferry.strategy.staging import PAGE, host_staging
+from kvferry.strategy.staging import DEVICE_CUT, HOST_CUT, PAGE, PINNED_CUT, host_staging
 from test_transfer_properties import cases
 from transport_suite import dense_case, model_case
 
@@ -77,11 +77,12 @@ def test_a_thread_that_does_it_all_itself_gains_nothing_by_more_pieces() -> None
 
 @given(st.integers(1, 1 << 36), st.integers(PAGE, 1 << 27))
 def test_pieces_fit_a_slot_and_small_loads_are_one(staged: int, slot: int) -> None:
-    piece = piece_bytes(staged, slot)
-    assert 0 < piece <= slot
-    assert -(-staged // piece) <= 4 or piece == slot
-    if staged <= min(slot, 4 << 20):
-        assert piece >= staged
+    for cut in (HOST_CUT, PINNED_CUT, DEVICE_CUT):
+        piece = piece_bytes(staged, slot, cut)
+        assert 0 < piece <= slot
+        assert -(-staged // piece) <= 4 or piece == slot
+        if staged <= min(slot, cut.shortest):
+            assert piece >= staged
 
 
 def test_pieces_overlap_and_a_small_ring_is_waited_for() -> None:

@@ -24,7 +24,18 @@ from kvferry.strategy.landing import AGAIN_S, DetouredRead
 from kvferry.strategy.movers import Over, Ticket
 from kvferry.strategy.moves import Bound
 from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings
-from kvferry.strategy.staging import LEAST, PAGE, host_staging, sized
+from kvferry.strategy.staging import (
+    DEVICE_CUT,
+    HOST_CUT,
+    LEAST,
+    PAGE,
+    PINNED_CUT,
+    Cut,
+    Offer,
+    host_staging,
+    page_of,
+    sized,
+)
 from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State
 from kvferry.transport.contract import Read
@@ -203,12 +214,22 @@ def test_a_load_arrives_whatever_the_budget_and_all_slots_come_back(way: Way, bu
     assert made.all_back()
 
 
+@pytest.mark.parametrize("cut", [HOST_CUT, PINNED_CUT, DEVICE_CUT], ids=["host", "pinned", "device"])
 @pytest.mark.parametrize("budget", [LEAST, 100_000, 1 << 20, 3 << 20, 1 << 30, 40 << 30])
-def test_both_rings_together_stay_within_the_budget(budget: int) -> None:
-    slot, slots = sized(budget)
+def test_both_rings_together_stay_within_the_budget(budget: int, cut: Cut) -> None:
+    slot, slots = sized(budget, cut)
     assert 2 * slot * slots <= budget
     assert slot % PAGE == 0
     assert 2 <= slots <= 512
+
+
+@given(st.integers(1, 1 << 14), st.integers(1, 1 << 14))
+def test_slots_of_either_ring_are_so_many_whole_pages_and_few_of_them_where_that_can_be(theirs: int, ours: int) -> None:
+    offer = Offer(0, "dram", 0, theirs * PAGE, 1, 0, b"s" * 16)
+    page = page_of(offer, ours * PAGE)
+    assert page % PAGE == theirs * PAGE % page == ours * PAGE % page == 0
+    if theirs == ours and theirs % 256 == 0:
+        assert 128 <= theirs * PAGE // page < 256
 
 
 def test_too_small_a_budget_is_refused() -> None:

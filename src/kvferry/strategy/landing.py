@@ -182,7 +182,7 @@ class Landing:
     def meet(self, peer: str, offer: Offer) -> Source:
         note = self._boards.take_note()
         try:
-            ring = self._wire.prepare(ring_plan(offer, self._staging.landing), 0, peer)
+            ring = self._wire.prepare(ring_plan(offer, self._staging), 0, peer)
             board = self._wire.prepare(board_plan(offer, self._boards.notes), 0, peer)
         except TransportError:
             self._boards.give_note(note)

@@ -16,14 +16,14 @@ from kvferry.strategy.cost import Copying, Wire
 from kvferry.strategy.landing import Source
 from kvferry.strategy.movers import Mover
 from kvferry.strategy.moves import Moves
-from kvferry.strategy.staging import PAGE, Staging, noting, paged
+from kvferry.strategy.staging import PAGE, Staging, noting, paged, pages
 from kvferry.transport.contract import Prepared, Read, State, Storage, Transport
 
 LIMIT_S: Final = 0.25
 """In all. A producer that does not answer so soon is one whose numbers would be wrong."""
-_PAGES: Final = 256
+_LENGTH: Final = 4 << 20
 _SOON_S: Final = 0.002
-"""What so many pages take no longer than says more of the path's latency than of its bytes: a whole slot is read."""
+"""What so many bytes take no longer than says more of the path's latency than of its bytes: a whole slot is read."""
 _CRUMBS: Final = 1024
 """So many descriptors of a few bytes are read to learn what one costs: more than are posted in one go."""
 _CRUMB: Final = 32
@@ -47,20 +47,19 @@ def probed(
     if wire.path(source.peer).slow:
         raise TransportError(f"{wire.path(source.peer).name} moves while the producer looks at it")
     round_s = seconds(source.board, noting(source.note))
-    most = min(source.offer.slot, staging.slot) // PAGE
-    count = min(_PAGES, most)
-    if clock() <= started or count * PAGE < 2 * _CRUMB * _CRUMBS:
+    most = min(source.offer.slot, staging.slot)
+    length = min(_LENGTH, most)
+    if clock() <= started or length < 2 * _CRUMB * _CRUMBS:
         raise TransportError("slots are too small to tell")
-    first = slot * (staging.slot // PAGE)
-    together = seconds(source.ring, _pages(count, 1, first))
-    if count < most and together < _SOON_S:
-        count = most
-        together = seconds(source.ring, _pages(count, 1, first))
+    together = seconds(source.ring, pages(source.offer, 0, staging.slot, slot, length))
+    if length < most and together < _SOON_S:
+        length = most
+        together = seconds(source.ring, pages(source.offer, 0, staging.slot, slot, length))
     apart = seconds(*_crumbs(wire, source, staging, slot))
     device = "vram" in (source.offer.memory, staging.storage.memory)
     path = cost.of_path(wire.path(source.peer).name, device)
     usual = cost.WIRES[path]
-    byte_s = max(together - round_s, 0.1 * together) / (count * PAGE)
+    byte_s = max(together - round_s, 0.1 * together) / length
     descriptor_s = max(apart - round_s, 0.1 * apart) / _CRUMBS
     return Wire(round_s, descriptor_s, byte_s, usual.answer_s), path
 
@@ -107,12 +106,6 @@ def _copied(mover: Mover, ring: Storage, length: int, count: int) -> float:
     while not ticket.done:
         time.sleep(0)
     return time.perf_counter() - began
-
-
-def _pages(count: int, step: int, first: int) -> dict[tuple[int, int], Tiles]:
-    at = np.arange(0, count * step, step, dtype=np.int64)
-    zeros = np.zeros_like(at)
-    return {(0, 0): Tiles(at, zeros, first + at, zeros)}
 
 
 def _timed(

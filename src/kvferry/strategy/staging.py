@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import gcd
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -22,7 +23,9 @@ from kvferry.plan.schema import Edge, Grain, Lane, Need, Run, Side
 from kvferry.transport.contract import Storage
 
 PAGE: Final = 1 << 14
-"""Slots are read by pages, those that follow each other as one descriptor."""
+"""Slots are a multiple of it."""
+_PAGES: Final = 128
+"""Slots are read by pages, those that follow each other as one descriptor; there is no need for more of them in a slot."""
 LEAST: Final = 4 * PAGE
 BUDGET: Final = 256 << 20
 _MOST_SLOTS: Final = 512
@@ -151,18 +154,28 @@ class Boards:
         return self._memory[(1 + note) * _MOST_SLOTS :][:slots].copy()
 
 
-def ring_plan(offer: Offer, landing: Storage) -> Plan:
+def page_of(offer: Offer, own_slot: int) -> int:
+    """Bytes of a page, which slots of either ring are a multiple of."""
+    page = gcd(offer.slot, own_slot)
+    while page % (2 * PAGE) == 0 and page * _PAGES > min(offer.slot, own_slot):
+        page //= 2
+    return page
+
+
+def ring_plan(offer: Offer, staging: Staging) -> Plan:
     """Pages of a producer's ring into pages of the ring to land in."""
+    landing, page = staging.landing, page_of(offer, staging.slot)
     there = Region("ring", offer.slot * offer.slots, offer.ring, offer.memory, offer.device)
     here = Region("landing", landing.length, landing.address, landing.memory, landing.device)
-    return paged(there, here, PAGE, (PAGE, there.length // PAGE), (PAGE, here.length // PAGE))
+    return paged(there, here, page, (page, there.length // page), (page, here.length // page))
 
 
 def pages(offer: Offer, slot: int, own_slot: int, own: int, length: int) -> dict[tuple[int, int], Tiles]:
     """The first `length` bytes of a producer's slot, into slot `own` of the ring to land in, whose slots have `own_slot`."""
-    at = np.arange(-(-length // PAGE), dtype=np.int64)
+    page = page_of(offer, own_slot)
+    at = np.arange(-(-length // page), dtype=np.int64)
     zeros = np.zeros_like(at)
-    return {(0, 0): Tiles(at + slot * (offer.slot // PAGE), zeros, at + own * (own_slot // PAGE), zeros)}
+    return {(0, 0): Tiles(at + slot * (offer.slot // page), zeros, at + own * (own_slot // page), zeros)}
 
 
 def board_plan(offer: Offer, notes: Region) -> Plan:
