@@ -857,3 +857,20 @@ def test_words_of_loads_in_a_step_are_read_together_after_all_copies_and_each_de
     assert all(outcome.moved == outcome.predicted > 24 for name, outcome in outcomes.items() if name != lost)
     assert made.differing() == []
     nothing_left(made)
+
+
+def test_words_that_cannot_be_read_fail_every_load_that_waited_for_them():
+    slow = _Slow()
+    made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow, landings=2)
+    (ferry,) = made.ferries
+    names = [f"r{i}" for i in range(3)]
+    for name in names:
+        ferry.load(made.load(made.lease(name), name, in_step=True))
+    for copies in slow.late:
+        copies.go()
+    ferry.settle(names, PATIENCE_S)
+    assert {o.request: o.error for o in ferry.outcomes()} == dict.fromkeys(
+        names, "no landing place for a generation word is free: too many loads at a time"
+    )
+    made.step()
+    assert made.free_landings == [2]

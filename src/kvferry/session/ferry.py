@@ -169,7 +169,7 @@ class Ferry:
             time.sleep(_SETTLING_S)
 
     def _check_together(self, crossings: Sequence[Crossing]) -> None:
-        """Begin to check those whose data has arrived, and that any thread may read; whatever is wrong is found one by one."""
+        """Begin to check those whose data has arrived, by one read for all from a producer that any thread may read."""
         arrived: dict[Link, list[Crossing]] = {}
         for crossing in crossings:
             link = crossing.link
@@ -179,11 +179,10 @@ class Ferry:
             self._attempt_all(found, link)
 
     def _attempt_all(self, crossings: Sequence[Crossing], link: Link) -> None:
-        try:
-            self._check(crossings, link)
-        except KVFerryError as error:
-            for crossing in crossings:
-                self._break_off(crossing, str(error))
+        first, *others = crossings
+        self._attempt(first, lambda _: self._check(crossings, link))
+        for crossing in others:
+            crossing.error = crossing.error or first.error
 
     def _begun(self, load: Load) -> bool:
         """Whether the load could begin here and now; not before anything that was handed in earlier."""
