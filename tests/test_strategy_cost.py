@@ -14,7 +14,7 @@ from kvferry.models import Side, load_model
 from kvferry.plan import Binder, Fleet, Request, make_plans
 from kvferry.plan.detour import packed, staged
 from kvferry.strategy import HostMover, cost
-from kvferry.strategy.cost import PACKED_ROUNDS, STAGED_ROUNDS, Copying, Counter, Counts, Rates, Through, Wire
+from kvferry.strategy.cost import PACKED_ROUNDS, STAGED_ROUNDS, Copying, Counter, Counts, Rates, Through, Way, Wire
 from kvferry.strategy.forecast import USUAL, forecasts
 from kvferry.strategy.landing import piece_bytes
 from kvferry.strategy.probing import copying_of
@@ -65,6 +65,22 @@ def test_every_number_is_charged_for() -> None:
     load = Through(bytes=8, staged=10, gathered=2, scattered=3)
     assert cost.packed_s(load, ONE, 10, 4) == 1 + 1 + (1 + 2 + 8) + (PACKED_ROUNDS + 1 + 10) + (1 + 3 + 8)
     assert cost.staged_s(load, ONE, 10) == (STAGED_ROUNDS + 2 + 10) + (1 + 3 + 8)
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ({"direct": 1.0, "packed": 2.0, "staged": 3.0}, "direct"),
+        ({"direct": 1.05, "packed": 1.0}, "direct"),
+        ({"direct": 1.05, "staged": 1.0, "packed": 1.02}, "direct"),
+        ({"direct": 1.2, "staged": 1.0, "packed": 1.02}, "staged"),
+        ({"direct": 1.05, "mapped": 1.0, "packed": 1.5}, "mapped"),
+        ({"packed": 1.0, "staged": 1.01}, "packed"),
+        ({"packed": 1.0, "staged": 1.0}, "packed"),
+    ],
+)
+def test_staging_is_used_where_it_is_clearly_cheaper(found: dict[Way, float], chosen: Way) -> None:
+    assert cost.best(found) == chosen
 
 
 def test_a_thread_that_does_it_all_itself_gains_nothing_by_more_pieces() -> None:

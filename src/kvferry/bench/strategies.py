@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from time import perf_counter, sleep
 from typing import Any, Final
 
@@ -181,14 +182,14 @@ class _Cell:
 
     def _in_turn(self, ways: Sequence[str], repeats: int) -> dict[str, float]:
         """The fewest seconds of some loads by each way: whatever else a machine does only ever adds. One load after the other
-        by every way, each time in another order, so that a busy minute is everybody's; short loads more often."""
+        by every way, so that a busy minute is everybody's, each time in another order, since who follows a load of the same
+        kind finds its bytes in a processor's caches; short loads more often."""
         samples: dict[str, list[float]] = {way: [] for way in ways}
         began = perf_counter()
         for turn in range(_MORE * repeats):
             if turn >= repeats and perf_counter() - began > _ENOUGH_S:
                 break
-            for i in range(len(ways)):
-                way = ways[(i + turn) % len(ways)]
+            for way in Random(turn).sample(ways, len(ways)):
                 samples[way].append(self._load(way))
         return {way: min(found) for way, found in samples.items()}
 

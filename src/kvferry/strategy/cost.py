@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Literal
 
 import numpy as np
@@ -61,18 +62,20 @@ class Rates(Struct, frozen=True):
 HOST: Final = Copying(20e-6, 8e-9, 1 / 1.8e9)
 DEVICE: Final = Copying(30e-6, 0.02e-9, 1 / 1.2e12, beside=True)
 WIRES: Final[Mapping[str, Wire]] = {
-    "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 3e-3),
-    "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 3e-3),
-    "PCIe": Wire(60e-6, 6e-6, 1 / 45e9, 3e-3),
-    "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 3e-3),
-    "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 3e-3),
-    "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 4e-3),
+    "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 1.5e-3),
+    "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 1.5e-3),
+    "PCIe": Wire(60e-6, 6e-6, 1 / 45e9, 1.5e-3),
+    "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1.5e-3),
+    "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 1.5e-3),
+    "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3),
 }
 """What a path usually costs, where nothing was measured. An answer is never measured: the producer's thread looks every 1.5 ms
-and the consumer's every 0.5 ms or more, and each has to get Python's lock. NVLink, PCIe and NIC are what vendors and others
-report: nobody has measured them here."""
+and the consumer's every 0.5 ms or more, half of which is waited for on average, and each has to get Python's lock. NVLink,
+PCIe and NIC are what vendors and others report: nobody has measured them here."""
 
 
+WORTH: Final = 1.1
+"""How many times cheaper staging must be foretold to be used instead of descriptors."""
 PACKED_ROUNDS: Final = 6
 STAGED_ROUNDS: Final = 3
 """What a piece takes beyond its bytes, in rounds, as found with many small ones: to be asked for and found on the board, read,
@@ -198,8 +201,12 @@ def staged_s(load: Through, rates: Rates, piece: int) -> float:
 
 
 def best(found: Mapping[Way, float]) -> Way:
-    """The cheapest; of equals the one that is named first."""
-    return min(found, key=lambda way: (found[way], WAYS.index(way)))
+    """The cheapest, of equals the one that is named first; but descriptors, which take no slots and nobody's time at the
+    producer, unless a way through staging is cheaper by more than such numbers are worth."""
+    cheapest = min(found, key=lambda way: (found[way], WAYS.index(way)))
+    if cheapest in ("packed", "staged") and found.get("direct", inf) <= WORTH * found[cheapest]:
+        return "direct"
+    return cheapest
 
 
 def usual(path: str, gathering: Copying = HOST, scattering: Copying = HOST) -> Rates:

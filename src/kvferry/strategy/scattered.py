@@ -271,10 +271,11 @@ class Scattered:
         return self._offers[peer]
 
     def _tell(self, peer: str, way: Way, costs: Mapping[Way, float]) -> None:
-        others = ", ".join(f"{other} {1000 * seconds:.2f} ms" for other, seconds in sorted(costs.items(), key=lambda o: o[1]))
         words = f"peer {peer} is read {way}"
         if words not in self._said:
             self._said.add(words)
+            shown = sorted(costs.items(), key=lambda found: found[1])
+            others = ", ".join(f"{other} {1000 * seconds:.2f} ms" for other, seconds in shown)
             logger.info("%s: the first such load would take %s", words, others)
 
     def _say(self, words: str) -> None:
