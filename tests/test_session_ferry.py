@@ -802,8 +802,9 @@ def test_a_rank_that_others_wait_for_is_looked_after_more_often():
 class _Slow(HostMover):
     """Copies caches when it is told to, and words at once; `sizes` are those of its copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, short: int = 0) -> None:
         super().__init__()
+        self.short = short
         self.sizes: list[int] = []
         self.late: list[_Late] = []
 
@@ -811,15 +812,21 @@ class _Slow(HostMover):
         self.sizes.append(bound.bytes)
         if bound.bytes % 8 == 0 and bound.bytes <= 24:
             return super().start(prepared, bound)
-        self.late.append(_Late(lambda: HostMover.start(self, prepared, bound)))
+        self.late.append(_Late(lambda: HostMover.start(self, prepared, bound), self.short))
         return self.late[-1]
+
+    def go(self) -> None:
+        for copies in self.late:
+            copies.go()
 
 
 class _Late:
+    """Copies that are said to be `short` bytes short of what they should be."""
+
     seconds = 0.0
 
-    def __init__(self, copy: Callable[[], Any]) -> None:
-        self._copy = copy
+    def __init__(self, copy: Callable[[], Any], short: int) -> None:
+        self._copy, self._short = copy, short
         self._over: Any = None
 
     @property
@@ -828,33 +835,59 @@ class _Late:
 
     @property
     def moved(self) -> int:
-        return self._over.moved
+        return self._over.moved - self._short
 
     def go(self) -> None:
         self._over = self._copy()
 
 
+def in_one_step(made: Dock, *names: str) -> dict[str, Lease]:
+    (ferry,) = made.ferries
+    leases = {name: made.lease(name) for name in names}
+    ferry.load_in_step([made.load(lease, name, in_step=True) for name, lease in leases.items()])
+    return leases
+
+
 @pytest.mark.parametrize("lost", [None, "r1"])
-def test_words_of_loads_in_a_step_are_read_together_after_all_copies_and_each_decides_for_its_own(lost):
+def test_loads_in_a_step_are_copied_together_and_their_words_are_read_together_and_each_decides_for_its_own(lost):
     slow = _Slow()
     made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow)
     (ferry,) = made.ferries
-    leases = {name: made.lease(name) for name in ("r0", "r1", "r2")}
     slow.sizes.clear()
-    for name, lease in leases.items():
-        ferry.load(made.load(lease, name, in_step=True))
+    leases = in_one_step(made, "r0", "r1", "r2")
     assert ferry.outcomes() == []
-    for copies in slow.late:
-        copies.go()
+    slow.go()
     if lost:
         for berth in made.berths:
             berth.words.kill(leases[lost])
     ferry.settle(tuple(leases), PATIENCE_S)
     outcomes = {outcome.request: outcome for outcome in ferry.outcomes()}
-    assert slow.sizes[3:] == [24]
     assert {name for name, outcome in outcomes.items() if outcome.error} == ({lost} if lost else set())
     assert all("has given the blocks" in outcome.error for outcome in outcomes.values() if outcome.error)
     assert all(outcome.moved == outcome.predicted > 24 for name, outcome in outcomes.items() if name != lost)
+    assert slow.sizes == [3 * outcomes["r0"].moved, 24]
+    assert made.differing() == []
+    nothing_left(made)
+
+
+def test_copies_for_several_that_are_short_count_for_none_of_them():
+    slow = _Slow(short=1)
+    made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow)
+    (ferry,) = made.ferries
+    in_one_step(made, "r0", "r1")
+    slow.go()
+    ferry.settle(["r0", "r1"], PATIENCE_S)
+    assert all("were copied; report this" in outcome.error for outcome in ferry.outcomes())
+    assert ferry.outcomes() == []
+
+
+def test_of_loads_in_a_step_those_from_nobody_fail_alone():
+    made = dock(case(False, 1, 1), mapped=True)
+    (ferry,) = made.ferries
+    known, unknown = made.load(made.lease("r0"), "r0", in_step=True), PeerKey("127.0.0.1:7000", "Q", "1")
+    ferry.load_in_step([made.load(known.lease, "r1", in_step=True, peer=unknown), known])
+    ferry.settle(["r0", "r1"], PATIENCE_S)
+    assert {o.request: bool(o.error) for o in ferry.outcomes()} == {"r0": False, "r1": True}
     assert made.differing() == []
     nothing_left(made)
 
@@ -863,11 +896,9 @@ def test_words_that_cannot_be_read_fail_every_load_that_waited_for_them():
     slow = _Slow()
     made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow, landings=2)
     (ferry,) = made.ferries
-    names = [f"r{i}" for i in range(3)]
-    for name in names:
-        ferry.load(made.load(made.lease(name), name, in_step=True))
-    for copies in slow.late:
-        copies.go()
+    names = ("r0", "r1", "r2")
+    in_one_step(made, *names)
+    slow.go()
     ferry.settle(names, PATIENCE_S)
     assert {o.request: o.error for o in ferry.outcomes()} == dict.fromkeys(
         names, "no landing place for a generation word is free: too many loads at a time"

@@ -22,7 +22,7 @@ from kvferry.manifest.schema import FULL, Group, Region, StatePaged
 from kvferry.plan import Binder, Fleet, Plan, Tiles, make_plans
 from kvferry.plan.schema import Edge, Grain, Lane, Need, Run, Side
 from kvferry.strategy import HostMover
-from kvferry.strategy.moves import COLUMNS, FIELDS, UNITS, Bound, Form, Moves
+from kvferry.strategy.moves import COLUMNS, FIELDS, UNITS, Bound, Form, Moves, joined
 from test_transfer_properties import cases
 
 DEPTH = settings().max_examples // 100
@@ -95,6 +95,24 @@ def test_drawn_plans_are_carried_out_run_by_run(data: st.DataObject) -> None:
         assert bound.bytes == made.bytes(source)
         for region, bytes_there in zip(made.here, want, strict=True):
             assert np.array_equal(region.whole, bytes_there)
+
+
+@settings(max_examples=40 * DEPTH)
+@given(st.data())
+def test_loads_that_are_made_together_are_what_they_are_one_by_one(data: st.DataObject) -> None:
+    made = drawn(choosing(data))
+    loads: list[dict[Key, Tiles]] = [{}, {}, {}]
+    for key, tiles in made.tiles.items():
+        columns = (tiles.src_block, tiles.src_tile, tiles.dst_block, tiles.dst_tile)
+        first, second = sorted(data.draw(st.integers(0, len(tiles.src_block))) for _ in range(2))
+        for load, part in zip(loads, (slice(0, first), slice(first, second), slice(second, None)), strict=True):
+            if part.start != part.stop:
+                load[key] = Tiles(*(column[part] for column in columns))
+    moves = made.moves(0)
+    bound = moved(moves, joined(loads))
+    assert (bound.bytes, bound.runs) == tuple(map(sum, zip(*map(moves.size, loads), strict=True)))
+    for region, want in zip(made.here, made.expected(0), strict=True):
+        assert np.array_equal(region.whole, want)
 
 
 @settings(max_examples=30 * DEPTH)

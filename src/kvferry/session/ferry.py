@@ -33,6 +33,7 @@ from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Peer
 from kvferry.session.meeting import Meeting
 from kvferry.session.words import Words
 from kvferry.transport import Prepared, Read, State, Transport
+from kvferry.transport.contract import ReadsTogether
 
 logger = logging.getLogger("kvferry.session")
 
@@ -121,21 +122,26 @@ class Ferry:
 
     def load(self, load: Load) -> None:
         if load.in_step:
-            self._begin_in_step(load)
+            self.load_in_step([load])
         elif not self._begun(load):
             self._hand_in(load)
 
-    def _begin_in_step(self, load: Load) -> None:
+    def load_in_step(self, loads: Sequence[Load]) -> None:
         """What is not begun here and now fails: the step does not wait for a connection, nor for a read that may never end."""
         with self._turn:
             self._take_in()
-            crossing = self._embark(load)
-            if crossing is None:
-                return
-            link = crossing.peer.link
-            if link is None or not link.anywhere:
-                crossing.error = f"{load.peer} is no longer read out of mapped memory"
-            self._attempt(crossing, self._advance)
+            ready: dict[Link, list[Crossing]] = {}
+            crossings = [crossing for load in loads if (crossing := self._embark(load)) is not None]
+            for crossing in crossings:
+                link = crossing.peer.link
+                if link is None or not link.anywhere:
+                    crossing.error = f"{crossing.load.peer} is no longer read out of mapped memory"
+                else:
+                    ready.setdefault(link, []).append(crossing)
+            for link, found in ready.items():
+                self._attempt_all(found, link, self._post)
+            for crossing in crossings:
+                self._attempt(crossing, self._advance)
 
     def pace(self, key: PeerKey) -> float | None:
         """Seconds a token at a pace that any device's memory has, of a producer that any thread may read from."""
@@ -176,11 +182,13 @@ class Ferry:
             if link is not None and link.anywhere and not crossing.checking and not crossing.error and self._has_all(crossing):
                 arrived.setdefault(link, []).append(crossing)
         for link, found in arrived.items():
-            self._attempt_all(found, link)
+            self._attempt_all(found, link, self._check)
 
-    def _attempt_all(self, crossings: Sequence[Crossing], link: Link) -> None:
+    def _attempt_all(
+        self, crossings: Sequence[Crossing], link: Link, action: Callable[[Sequence[Crossing], Link], None]
+    ) -> None:
         first, *others = crossings
-        self._attempt(first, lambda _: self._check(crossings, link))
+        self._attempt(first, lambda _: action(crossings, link))
         for crossing in others:
             crossing.error = crossing.error or first.error
 
@@ -455,12 +463,23 @@ class Ferry:
                     )
                 return None
             peer.link = self._connect(peer)
-        crossing.link = peer.link
-        if len(crossing.loading.fills):
-            crossing.filled = self._fill(crossing.loading.fills)
-        for prepared in peer.link.data:
-            crossing.reads.append(self._transport.read(prepared, crossing.loading.tiles))
+        self._post([crossing], peer.link)
         return crossing.link
+
+    def _post(self, crossings: Sequence[Crossing], link: Link) -> None:
+        """What is to be filled, and the reads of the data; of several loads at once, if the transport can."""
+        for crossing in crossings:
+            crossing.link = link
+            if len(crossing.loading.fills):
+                crossing.filled = self._fill(crossing.loading.fills)
+        loads = [crossing.loading.tiles for crossing in crossings]
+        for prepared in link.data:
+            if len(loads) > 1 and isinstance(self._transport, ReadsTogether):
+                reads = self._transport.read_together(prepared, loads)
+            else:
+                reads = [self._transport.read(prepared, tiles) for tiles in loads]
+            for crossing, read in zip(crossings, reads, strict=True):
+                crossing.reads.append(read)
 
     def _connect(self, peer: Peer) -> Link:
         """To all ranks that are read, or to none."""

@@ -113,6 +113,12 @@ class Strategies:
             return self._direct.read(prepared, tiles, notification)
         return self._mapped.read(prepared, tiles, notification)
 
+    def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Sequence[Read]:
+        """Several loads, where they can be by one launch."""
+        if self._mapped is None or not isinstance(prepared, MappedPrepared):
+            return [self._direct.read(prepared, tiles) for tiles in loads]
+        return self._mapped.read_together(prepared, loads)
+
     def poll(self, read: Read) -> State:
         if self._mapped is None or not isinstance(read, MappedRead):
             return self._direct.poll(read)

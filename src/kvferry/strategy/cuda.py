@@ -33,8 +33,10 @@ _HANDLE: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
 _NOT_READY: Final = 600
 _LEAST: Final = 1 << 12
-_READY: Final = 64
-"""Slots that are made at the start: page-locked memory takes milliseconds to be had, and these do for a burst of requests."""
+_LONGER: Final = 1 << 14
+_READY: Final = {_LEAST: 64, _LONGER: 8}
+"""Slots that are made at the start, by the length of their table: page-locked memory takes milliseconds to be had, and these do
+for a burst of requests, and for loads that are made together."""
 
 
 class _Handle(ctypes.Structure):
@@ -171,7 +173,7 @@ class CudaMover:
         self._driver = _Driver()
         self._driver.enter(device)
         self._stream = torch.cuda.Stream(self._device)
-        self._free = {_LEAST: self._slots(_LEAST, _READY)}
+        self._free = {room: self._slots(room, count) for room, count in _READY.items()}
         self._warmed: set[Form] = set()
         for columns in COLUMNS:
             self._warm(Form(UNITS[0], columns, COLUMNS[-1] // columns))

@@ -19,7 +19,7 @@ from kvferry.errors import TransportError
 from kvferry.manifest.schema import Address, Index, Offset, Region
 from kvferry.plan import Plan, Tiles
 from kvferry.strategy.movers import Mover, Opened, Ticket
-from kvferry.strategy.moves import Moves
+from kvferry.strategy.moves import Key, Moves, joined
 from kvferry.transport.contract import Path, State, Storage, Telemetry
 
 logger = logging.getLogger("kvferry.strategy")
@@ -93,6 +93,27 @@ class MappedPrepared:
     anywhere: bool = True
 
 
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """One load's part of copies that are made for several: `size` of `total` bytes, of which all count or none."""
+
+    copies: Ticket
+    total: int
+    size: int
+
+    @property
+    def done(self) -> bool:
+        return self.copies.done
+
+    @property
+    def moved(self) -> int:
+        return self.size if self.copies.moved == self.total else 0
+
+    @property
+    def seconds(self) -> float:
+        return self.copies.seconds * self.size / max(1, self.total)
+
+
 @dataclass(eq=False)
 class MappedRead:
     peer: str
@@ -161,7 +182,13 @@ class Mapped:
         mover = self._mover(kinds.pop() if kinds else "dram")
         return MappedPrepared(name, len(moves.pieces), moves, mover, mover.prepare(moves), peer)
 
-    def read(self, prepared: MappedPrepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> MappedRead:
+    def read(self, prepared: MappedPrepared, tiles: Mapping[Key, Tiles], notification: bytes = b"") -> MappedRead:
+        (read,) = self.read_together(prepared, [tiles])
+        read.notification = notification
+        return read
+
+    def read_together(self, prepared: MappedPrepared, loads: Sequence[Mapping[Key, Tiles]]) -> list[MappedRead]:
+        """Several loads by one launch, which all of them wait for."""
         if prepared.owner.gone:
             raise PeerGoneError(prepared.peer)
         peer = self._known(prepared.peer)
@@ -170,11 +197,16 @@ class Mapped:
         if not peer.alive:
             raise PeerGoneError(prepared.peer)
         began = self._clock()
-        bound = prepared.moves.bind(tiles)
+        bound = prepared.moves.bind(joined(loads))
         ticket = prepared.mover.start(prepared.held, bound)
-        read = MappedRead(prepared.peer, ticket, bound.runs, bound.bytes, self._clock() - began, notification)
-        peer.reads.add(read)
-        return read
+        each_s = (self._clock() - began) / len(loads)
+        sizes = [prepared.moves.size(tiles) for tiles in loads]
+        reads = [
+            MappedRead(prepared.peer, _Share(ticket, bound.bytes, size) if len(loads) > 1 else ticket, runs, size, each_s)
+            for size, runs in sizes
+        ]
+        peer.reads.update(reads)
+        return reads
 
     def _known(self, name: str) -> _Peer:
         peer = self._peers.get(name)

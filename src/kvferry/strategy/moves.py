@@ -128,9 +128,24 @@ class Moves:
             launches[-1] = Launch(job.form, launches[-1].at, launches[-1].jobs + 1)
             table[row] = job.first, job.count, count, starts[known], turn
             turn += -(-job.count * count // job.form.rows)
-        moved = sum(job.bytes * len(tiles[job.key].src_block) for job in jobs)
-        runs = sum(self._runs[key] * len(tiles[key].src_block) for key in {job.key for job in jobs})
-        return Bound(np.concatenate([table.reshape(-1), *places]), tuple(launches), moved, runs)
+        return Bound(np.concatenate([table.reshape(-1), *places]), tuple(launches), *self.size(tiles))
+
+    def size(self, tiles: Mapping[Key, Tiles]) -> tuple[int, int]:
+        """Bytes and runs of a load."""
+        moved = sum(job.bytes * len(tiles[job.key].src_block) for job in self._jobs if job.key in tiles)
+        return moved, sum(runs * len(tiles[key].src_block) for key, runs in self._runs.items() if key in tiles)
+
+
+def joined(loads: Sequence[Mapping[Key, Tiles]]) -> Mapping[Key, Tiles]:
+    """Tiles of several loads as one's."""
+    if len(loads) == 1:
+        return loads[0]
+    out: dict[Key, Tiles] = {}
+    for key in dict.fromkeys(key for tiles in loads for key in tiles):
+        parts = [tiles[key] for tiles in loads if key in tiles]
+        columns = zip(*((one.src_block, one.src_tile, one.dst_block, one.dst_tile) for one in parts), strict=True)
+        out[key] = Tiles(*map(np.concatenate, columns))
+    return out
 
 
 def _grains(plan: Plan, source: int) -> Iterator[tuple[Key, Columns, tuple[int, int]]]:

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from kvferry.plan import Plan, Tiles
 
@@ -107,6 +107,13 @@ class Read(Protocol):
     def error(self) -> str:
         """Why it failed; empty unless it did."""
         ...
+
+
+@runtime_checkable
+class ReadsTogether(Protocol):
+    """A transport that begins several reads at once for less than one by one."""
+
+    def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Sequence[Read]: ...
 
 
 class Transport(Protocol):
