@@ -51,7 +51,7 @@ class Wharf:
 
     @property
     def hurried(self) -> bool:
-        """Whether somebody waits for what is gathered here."""
+        """Whether somebody waits for what is gathered here, or here for what others gather."""
         return self.gathers is not None and self.gathers.hurried
 
     def filler(self, kv_caches: Mapping[str, torch.Tensor]) -> Callable[[Fills], Done]:
