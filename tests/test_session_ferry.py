@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace as replaced
 from typing import Any
 
 import numpy as np
@@ -436,14 +437,20 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("way", ["transport", "mapped", "in a step"])
 @pytest.mark.parametrize("changed", BAD.values(), ids=BAD)
-def test_a_load_that_makes_no_sense_is_an_error_and_nothing_else(changed):
-    made = dock(case(False, 1, 1))
+def test_a_load_that_makes_no_sense_is_an_error_and_nothing_else(changed, way):
+    made = dock(case(False, 1, 1), mapped=way != "transport")
     lease = made.lease()
     if changed == BAD["the number of a dead word"]:
         made.berths[0].words.live(Lease(5, 7))
-    made.hand_in(made.load(lease, "bad", **changed))
-    made.hand_in(made.load(lease, "good"))
+    loads = [made.load(lease, "bad", **changed), made.load(lease, "good")]
+    if way == "in a step":
+        made.ferries[0].load_in_step([replaced(load, in_step=True) for load in loads])
+        made.ferries[0].settle(["bad", "good"], PATIENCE_S)
+    else:
+        for load in loads:
+            made.hand_in(load)
     found = {o.request: o.error for o in made.step(ENOUGH)}
     assert sorted(found) == ["bad", "good"]
     assert found["bad"]
@@ -802,9 +809,9 @@ def test_a_rank_that_others_wait_for_is_looked_after_more_often():
 class _Slow(HostMover):
     """Copies caches when it is told to, and words at once; `sizes` are those of its copies."""
 
-    def __init__(self, short: int = 0) -> None:
+    def __init__(self, short: int = 0, broken: bool = False) -> None:
         super().__init__()
-        self.short = short
+        self.short, self.broken = short, broken
         self.sizes: list[int] = []
         self.late: list[_Late] = []
 
@@ -812,7 +819,7 @@ class _Slow(HostMover):
         self.sizes.append(bound.bytes)
         if bound.bytes % 8 == 0 and bound.bytes <= 24:
             return super().start(prepared, bound)
-        self.late.append(_Late(lambda: HostMover.start(self, prepared, bound), self.short))
+        self.late.append(_Late(lambda: HostMover.start(self, prepared, bound), self.short, self.broken))
         return self.late[-1]
 
     def go(self) -> None:
@@ -821,16 +828,19 @@ class _Slow(HostMover):
 
 
 class _Late:
-    """Copies that are said to be `short` bytes short of what they should be."""
+    """Copies that are said to be `short` bytes short of what they should be; or nobody can say, once, if it is `broken`."""
 
     seconds = 0.0
 
-    def __init__(self, copy: Callable[[], Any], short: int) -> None:
-        self._copy, self._short = copy, short
+    def __init__(self, copy: Callable[[], Any], short: int, broken: bool) -> None:
+        self._copy, self._short, self._broken = copy, short, broken
         self._over: Any = None
 
     @property
     def done(self) -> bool:
+        if self._over is not None and self._broken:
+            self._broken = False
+            raise TransportError("the device is lost")
         return self._over is not None
 
     @property
@@ -879,6 +889,18 @@ def test_copies_for_several_that_are_short_count_for_none_of_them():
     ferry.settle(["r0", "r1"], PATIENCE_S)
     assert all("were copied; report this" in outcome.error for outcome in ferry.outcomes())
     assert ferry.outcomes() == []
+
+
+def test_copies_that_cannot_be_asked_after_fail_their_loads_and_not_the_step():
+    slow = _Slow(broken=True)
+    made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow, warm=False)
+    (ferry,) = made.ferries
+    ferry.step()
+    in_one_step(made, "r0", "r1")
+    slow.late[-1].go()
+    ferry.settle(["r0", "r1"], PATIENCE_S)
+    outcomes = ferry.outcomes()
+    assert [outcome.request for outcome in outcomes if "the device is lost" in outcome.error] == ["r0", "r1"]
 
 
 def test_of_loads_in_a_step_those_from_nobody_fail_alone():

@@ -23,6 +23,7 @@ from kvferry.engines.vllm.certify_states import StateError, watch_state
 from kvferry.engines.vllm.certify_states import certify_states as watch_states
 from kvferry.engines.vllm.evidence import Evidence, recorded
 from kvferry.engines.vllm.layouts import CERTIFICATES, replay
+from kvferry.errors import ManifestError
 from kvferry.manifest.kinds import Shard
 
 pytestmark = pytest.mark.vllm
@@ -230,3 +231,13 @@ def test_a_gated_delta_net_on_a_cpu_declares_its_state_by_keys() -> None:
     for shape in states:
         strides = {axis.name: axis.digits[-1][1] for axis in shape.axes}
         assert strides["dim"] == shape.element.bytes < strides["state"]
+
+
+@pytest.mark.parametrize("name", ["", "XPU", "another"])
+def test_a_gated_delta_net_whose_kernels_nobody_has_watched_is_refused(name: str) -> None:
+    (worker,) = workers(Setup("qwen3-next"), "D")
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        if hasattr(layer, "gdn_decode_kernel"):
+            layer.gdn_decode_kernel = name
+    with pytest.raises(ManifestError, match="in which order these keep the state is not known"):
+        worker.manifest("D")

@@ -71,6 +71,11 @@ class Peer:
     link: Link | None = None
     told: bool = False
 
+    @property
+    def slots(self) -> int:
+        """Words that every one of its ranks has."""
+        return min(card.words.groups[0].blocks for card in self.meeting.cards)
+
 
 @dataclass(eq=False)
 class Warming:

@@ -177,16 +177,23 @@ class Ferry:
     def _check_together(self, crossings: Sequence[Crossing]) -> None:
         """Begin to check those whose data has arrived, by one read for all from a producer that any thread may read."""
         arrived: dict[Link, list[Crossing]] = {}
-        for crossing in crossings:
+
+        def look(crossing: Crossing) -> None:
             link = crossing.link
-            if link is not None and link.anywhere and not crossing.checking and not crossing.error and self._has_all(crossing):
+            if link is None or not link.anywhere or crossing.checking or crossing.error:
+                return
+            if all(self._transport.poll(read) is State.DONE for read in crossing.reads):
                 arrived.setdefault(link, []).append(crossing)
+
+        for crossing in crossings:
+            self._attempt(crossing, look)
         for link, found in arrived.items():
             self._attempt_all(found, link, self._check)
 
     def _attempt_all(
         self, crossings: Sequence[Crossing], link: Link, action: Callable[[Sequence[Crossing], Link], None]
     ) -> None:
+        """Whatever goes wrong fails all of them."""
         first, *others = crossings
         self._attempt(first, lambda _: action(crossings, link))
         for crossing in others:
@@ -381,6 +388,10 @@ class Ferry:
             peer = self._peers.get(load.peer)
             if peer is None:
                 raise BadReferenceError(f"{load.peer} was never met")
+            if not 0 <= load.lease.slot < peer.slots:
+                raise BadReferenceError(
+                    f"{load.peer} has {peer.slots} slots for leases, and the reference names {load.lease.slot}"
+                )
             loading = peer.binder.load(Request(load.tokens, load.src, load.dst, load.start))
         except KVFerryError as error:
             self._outcomes.append(Outcome(load.request, str(error)))
@@ -437,9 +448,6 @@ class Ferry:
             return False
         return State.RUNNING not in states
 
-    def _has_all(self, crossing: Crossing) -> bool:
-        return all(self._transport.poll(read) is State.DONE for read in crossing.reads)
-
     def _spend(self, crossing: Crossing) -> None:
         if crossing.reads:
             self._moved_at = self._clock()
@@ -475,11 +483,11 @@ class Ferry:
         loads = [crossing.loading.tiles for crossing in crossings]
         for prepared in link.data:
             if len(loads) > 1 and isinstance(self._transport, ReadsTogether):
-                reads = self._transport.read_together(prepared, loads)
-            else:
-                reads = [self._transport.read(prepared, tiles) for tiles in loads]
-            for crossing, read in zip(crossings, reads, strict=True):
-                crossing.reads.append(read)
+                for crossing, read in zip(crossings, self._transport.read_together(prepared, loads), strict=True):
+                    crossing.reads.append(read)
+                continue
+            for crossing in crossings:
+                crossing.reads.append(self._transport.read(prepared, crossing.loading.tiles))
 
     def _connect(self, peer: Peer) -> Link:
         """To all ranks that are read, or to none."""

@@ -7,7 +7,7 @@ connected, by trying, and said once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -113,11 +113,13 @@ class Strategies:
             return self._direct.read(prepared, tiles, notification)
         return self._mapped.read(prepared, tiles, notification)
 
-    def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Sequence[Read]:
+    def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Iterator[Read]:
         """Several loads, where they can be by one launch."""
         if self._mapped is None or not isinstance(prepared, MappedPrepared):
-            return [self._direct.read(prepared, tiles) for tiles in loads]
-        return self._mapped.read_together(prepared, loads)
+            for tiles in loads:
+                yield self._direct.read(prepared, tiles)
+        else:
+            yield from self._mapped.read_together(prepared, loads)
 
     def poll(self, read: Read) -> State:
         if self._mapped is None or not isinstance(read, MappedRead):

@@ -70,7 +70,7 @@ WIRES: Final[Mapping[str, Wire]] = {
     "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3),
 }
 """What a path usually costs, where nothing was measured. An answer is never measured: the producer's thread looks every 1.5 ms
-and the consumer's every 0.5 ms or more, half of which is waited for on average, and each has to get Python's lock. NVLink,
+and the consumer's every 0.3 ms or more, half of which is waited for on average, and each has to get Python's lock. NVLink,
 PCIe and NIC are what vendors and others report: nobody has measured them here."""
 
 

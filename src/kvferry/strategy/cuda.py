@@ -244,7 +244,8 @@ class CudaMover:
     def _slot(self, table: Ints) -> tuple[_Slot, list[_Slot]]:
         """A slot that holds the table, which is on its way to the device; and where the slot belongs."""
         self._driver.enter(self._index)
-        room = max(_LEAST, 1 << (len(table) - 1).bit_length())
+        length = len(table)
+        room = min((room for room in self._free if room >= length), default=1 << (length - 1).bit_length())
         free = self._free.setdefault(room, [])
         slot = free.pop() if free else self._slots(room, 1)[0]
         np.copyto(slot.host.numpy()[: len(table)], table)

@@ -35,6 +35,7 @@ TIMEOUT_S: Final = 30.0
 AGAIN_S: Final = 2.0
 """After so long without an answer a producer is told once more what to gather, and by which plan: it may have forgotten it."""
 _TRIES: Final = 4
+_LIVELY_S: Final = 0.02
 _SEVERAL: Final = 4
 
 
@@ -155,7 +156,9 @@ class Landing:
 
     @property
     def busy(self) -> bool:
-        return bool(self._running)
+        """Whether a producer gathers for this end, and lately something came of it."""
+        asked = any(read.detoured.source is not None for read in self._running)
+        return asked and self._clock() - self._moved_at < _LIVELY_S
 
     @property
     def slots(self) -> int:

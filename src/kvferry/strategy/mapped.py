@@ -197,10 +197,9 @@ class Mapped:
         if not peer.alive:
             raise PeerGoneError(prepared.peer)
         began = self._clock()
-        bound = prepared.moves.bind(joined(loads))
+        bound, sizes = prepared.moves.bind(joined(loads)), [prepared.moves.size(tiles) for tiles in loads]
         ticket = prepared.mover.start(prepared.held, bound)
         each_s = (self._clock() - began) / len(loads)
-        sizes = [prepared.moves.size(tiles) for tiles in loads]
         reads = [
             MappedRead(prepared.peer, _Share(ticket, bound.bytes, size) if len(loads) > 1 else ticket, runs, size, each_s)
             for size, runs in sizes

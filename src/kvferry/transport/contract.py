@@ -34,7 +34,7 @@ Nothing here decides which bytes move; transports take rows and indices from `kv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol, runtime_checkable
@@ -111,9 +111,9 @@ class Read(Protocol):
 
 @runtime_checkable
 class ReadsTogether(Protocol):
-    """A transport that begins several reads at once for less than one by one."""
+    """A transport that begins several reads at once for less than one by one. Each is told of as soon as it is begun."""
 
-    def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Sequence[Read]: ...
+    def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Iterable[Read]: ...
 
 
 class Transport(Protocol):
@@ -143,7 +143,8 @@ class Transport(Protocol):
         ...
 
     def release(self, read: Read) -> bool:
-        """Let go of a read that is not RUNNING, or give one up; True once its destination is safe."""
+        """Let go of a read that is not RUNNING, or give one up; True once its destination is safe. A read that is DONE may be
+        polled and released again: several may wait for one."""
         ...
 
     def notify(self, peer: str, message: bytes) -> None: ...

@@ -20,7 +20,8 @@ GROUP_FIELDS: Final = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 ConvOrder = Literal["ds", "sd"]
 ON_CPU: Final = "CPU"
-"""What a gated delta net calls the kernels of CPUs."""
+ON_GPU: Final = ("cuda", "triton")
+"""What a gated delta net calls the kernels of CPUs, and of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,21 @@ def state_parts(state: StateLayer, shard: Shard, conv: ConvOrder) -> tuple[Place
             f"{state.name}: {type(kind).__name__} with conv order {conv!r} and {spec} speculative taps would be {declared} "
             f"(offset, dtype, strides), but vLLM holds {held}: this variant of the layer is not supported"
         )
-    return lay_out(kind.streams(shard, replace(bound, delta=_delta(state.layer)))).parts
+    if isinstance(kind, GatedDelta):
+        page = lay_out(kind.streams(shard, replace(bound, delta=_delta(state))))
+    return page.parts
 
 
-def _delta(layer: Any) -> Literal["vk", "kv"]:
-    return "kv" if getattr(layer, "gdn_decode_kernel", "") == ON_CPU else "vk"
+def _delta(state: StateLayer) -> Literal["vk", "kv"]:
+    kernels, device = getattr(state.layer, "gdn_decode_kernel", ""), state.views[-1].device.type
+    if kernels == ON_CPU and device == "cpu":
+        return "kv"
+    if kernels in ON_GPU or (device == "cuda" and kernels != ON_CPU):
+        return "vk"
+    raise ManifestError(
+        f"{state.name}: {type(state.layer).__name__} on {device} calls its kernels {kernels!r}, and in which order these keep "
+        "the state is not known; run the model without disaggregation"
+    )
 
 
 def _as_view(part: PlacedPart | None) -> tuple[int, str, tuple[int, ...]] | None:

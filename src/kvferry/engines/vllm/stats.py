@@ -18,7 +18,10 @@ COUNTERS: Final = {
     "predicted": ("kvferry_bytes_predicted", "Bytes that the plans said those loads would move."),
     "runs": ("kvferry_runs_moved", "Contiguous runs they were moved in, after merging."),
     "posting_s": ("kvferry_posting_seconds", "Time spent posting reads."),
-    "wire_s": ("kvferry_wire_seconds", "Time from the first posting of a load to its last byte."),
+    "wire_s": (
+        "kvferry_wire_seconds",
+        "Time from posting a load to its last byte; its share, if copied with others.",
+    ),
     "held": ("kvferry_leases_published", "Prefilled requests whose blocks were kept for a consumer."),
 }
 LABELLED: Final = {

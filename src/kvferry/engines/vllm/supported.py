@@ -103,6 +103,7 @@ def _moves(runs: Sequence[Evidence]) -> Iterator[str]:
 
 def _engines(runs: Sequence[Evidence]) -> Iterator[str]:
     rows = [(one.what, one.found, run.device) for run in runs for one in run.engines]
+    rows += [(one.what, f"**{one.why}**", run.device) for run in runs if run.engines for one in run.troubles]
     title = "Requests between engines, compared with one engine that computes the same steps"
     yield from _table(title, ("model, engines", "found", "seen on"), rows)
 
