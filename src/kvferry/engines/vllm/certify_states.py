@@ -23,7 +23,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.platforms import current_platform
 
 from kvferry.engines.vllm.evidence import Outcome, Trouble
-from kvferry.engines.vllm.states import ON_CPU, StateLayer, state_parts
+from kvferry.engines.vllm.states import ON_CPU, ON_GPU, StateLayer, state_parts
 from kvferry.errors import KVFerryError
 from kvferry.manifest.kinds import Shard
 from kvferry.manifest.page import PlacedPart
@@ -314,8 +314,10 @@ def on_this_machine() -> Iterator[Recurrent]:
             yield kind
         elif kind.step is _gated:
             yield replace(kind, step=_gated_on_cpu, sizes={**kind.sizes, "gdn_decode_kernel": ON_CPU})
+        elif kind.step is _kda:
+            yield replace(kind, step=None, sizes={**kind.sizes, "gdn_decode_kernel": ON_GPU[0]})
         elif not kind.speculative:
-            yield replace(kind, step=None) if kind.step is _kda else kind
+            yield kind
 
 
 def certify_states(
