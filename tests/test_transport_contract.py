@@ -128,6 +128,20 @@ def test_tiles_whose_bytes_lie_between_each_other_arrive(wharf):
     assert_forced(wharf, transport)
 
 
+def test_a_read_that_is_done_may_be_asked_after_and_let_go_of_again(wharf):
+    made = crossing(wharf, dense_case())
+    transport = reader(wharf, made)
+    read = start(transport, made, made.plans[0], 0)
+    assert finish(transport, read) is State.DONE
+    for _ in range(2):
+        assert transport.release(read)
+        assert transport.poll(read) is State.DONE
+    other = start(transport, made, made.plans[0], 0)
+    assert finish(transport, other) is State.DONE
+    assert transport.release(other)
+    assert made.differing() == 0
+
+
 def test_the_notification_arrives_once_and_after_the_bytes(wharf):
     made = crossing(wharf, dense_case())
     transport = reader(wharf, made)

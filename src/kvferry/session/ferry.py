@@ -23,17 +23,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-import numpy as np
-
 from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
 from kvferry.plan import Binder, Fills, Request, Tiles
 from kvferry.plan.explain import costs
 from kvferry.session.consumer import PeerKey
 from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Peer, Warming, is_lent, is_one_start
 from kvferry.session.meeting import Meeting
-from kvferry.session.words import Words
+from kvferry.session.words import Words, tiles_of_words
 from kvferry.transport import Prepared, Read, State, Transport
-from kvferry.transport.contract import ReadsTogether
+from kvferry.transport.contract import read_together
 
 logger = logging.getLogger("kvferry.session")
 
@@ -349,7 +347,7 @@ class Ferry:
                 continue
             landing = self._landings.popleft()
             try:
-                often = _of_words(first, [0] * _WARMING, [landing] * _WARMING)
+                often = tiles_of_words(first, [0] * _WARMING, [landing] * _WARMING)
                 self._warming.append(Warming(peer.meeting.peer, link, self._transport.read(prepared, often), landing))
             except Exception:
                 self._landings.append(landing)
@@ -482,12 +480,8 @@ class Ferry:
                 crossing.filled = self._fill(crossing.loading.fills)
         loads = [crossing.loading.tiles for crossing in crossings]
         for prepared in link.data:
-            if len(loads) > 1 and isinstance(self._transport, ReadsTogether):
-                for crossing, read in zip(crossings, self._transport.read_together(prepared, loads), strict=True):
-                    crossing.reads.append(read)
-                continue
-            for crossing in crossings:
-                crossing.reads.append(self._transport.read(prepared, crossing.loading.tiles))
+            for crossing, read in zip(crossings, read_together(self._transport, prepared, loads), strict=True):
+                crossing.reads.append(read)
 
     def _connect(self, peer: Peer) -> Link:
         """To all ranks that are read, or to none."""
@@ -525,7 +519,7 @@ class Ferry:
             for crossing, landing in zip(crossings, landings, strict=True):
                 crossing.landings.append(landing)
                 self._words.wipe(landing)
-            read = self._transport.read(prepared, _of_words(first, slots, landings))
+            read = self._transport.read(prepared, tiles_of_words(first, slots, landings))
             for crossing in crossings:
                 crossing.reads.append(read)
 
@@ -611,18 +605,6 @@ class Ferry:
             return
         remedy = f" ({path.remedy})" if path.slow and path.remedy else ""
         logger.info("%s; carried by %s%s", peer.meeting, path.name, remedy)
-
-
-def _of_words(
-    first: Mapping[tuple[int, int], Tiles], slots: Sequence[int], landings: Sequence[int]
-) -> dict[tuple[int, int], Tiles]:
-    """Words of a producer into landing places, from the tile of its first word into the first place."""
-    there, here = np.array(slots, np.int64), np.array(landings, np.int64)
-    zeros = np.zeros_like(there)
-    return {
-        key: Tiles(there + one.src_block, zeros + one.src_tile, here + one.dst_block, zeros + one.dst_tile)
-        for key, one in first.items()
-    }
 
 
 def _described(error: Exception) -> str:

@@ -9,7 +9,7 @@ declared by a manifest and read by a plan, like everything.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from kvferry.manifest.schema import (
     Shape,
     StatePaged,
 )
-from kvferry.plan import Plan, make_plan
+from kvferry.plan import Plan, Tiles, make_plan
 from kvferry.session.reference import MAX_GENERATION, Lease
 from kvferry.transport import Storage
 
@@ -102,3 +102,15 @@ def _manifest(identity: Identity, words: Column) -> Manifest:
         (shape,),
         (Layer("words", 0, (Part("generation", 0, 0, 0, WORD),)),),
     )
+
+
+def tiles_of_words(
+    first: Mapping[tuple[int, int], Tiles], slots: Sequence[int], landings: Sequence[int]
+) -> dict[tuple[int, int], Tiles]:
+    """Words of a producer into landing places, from the tile of its first word into the first place."""
+    there, here = np.array(slots, np.int64), np.array(landings, np.int64)
+    zeros = np.zeros_like(there)
+    return {
+        key: Tiles(there + one.src_block, zeros + one.src_tile, here + one.dst_block, zeros + one.dst_tile)
+        for key, one in first.items()
+    }

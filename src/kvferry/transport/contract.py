@@ -158,3 +158,10 @@ class Transport(Protocol):
     def forget(self, peer: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+def read_together(transport: Transport, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Iterable[Read]:
+    """Reads of several loads, at once if the transport can."""
+    if isinstance(transport, ReadsTogether):
+        return transport.read_together(prepared, loads)
+    return (transport.read(prepared, tiles) for tiles in loads)
