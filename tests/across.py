@@ -570,13 +570,9 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Fetch:
+class Fetch(Ask):
     """What a consumer's process is to load."""
 
-    side: Side
-    place: Place
-    tokens: int
-    settings: dict[str, Any]
     welcome: Welcome
     lease: Lease
     src: Tables
@@ -596,14 +592,14 @@ def serve(parent: Connection) -> None:
         if asked is None:
             return
         try:
-            if isinstance(asked, Ask):
+            if isinstance(asked, Fetch):
+                end = wharf(asked.settings)
+                parent.send(arrive(asked.side, asked.place, asked.tokens, end, asked.welcome, asked.lease, asked.src))
+            else:
                 held = pier(asked.side, asked.place, asked.tokens, wharf(asked.settings))
                 for berth in held.berths:
                     berth.start()
                 parent.send((held.welcome, held.lease))
-            else:
-                end = wharf(asked.settings)
-                parent.send(arrive(asked.side, asked.place, asked.tokens, end, asked.welcome, asked.lease, asked.src))
         except Exception as error:  # noqa: BLE001  whatever it is, the other process says it
             parent.send(f"{type(error).__name__}: {error}")
 

@@ -38,7 +38,7 @@ from kvferry.strategy.staging import (
 )
 from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State
-from kvferry.transport.contract import Read
+from kvferry.transport.contract import Prepared, Read
 from kvferry.transport.faults import Delay, LateLanding
 from kvferry.transport.inprocess import InProcessRead
 from transport_peer import PeerProcess, Rank, allocated
@@ -164,6 +164,17 @@ class World:
         self.source.notifications()
         landing, gathering = self.target.landing, self.source.gathering
         return landing.free == landing.slots and gathering.free == len(gathering._words) and not gathering._words.any()
+
+
+def taken_by(made: World, other: Scattered, prepared: Prepared) -> list[Read]:
+    """Reads of another consumer that take all free slots, for which the producer gathers other bytes than it has."""
+    for buffer in made.there.buffers:
+        buffer ^= 0xFF
+    reads = [other.read(prepared, made.tiles) for _ in range(made.source.gathering.free)]
+    made.source.notifications()
+    for buffer in made.there.buffers:
+        buffer ^= 0xFF
+    return reads
 
 
 def forced(way: Way = "packed", timeout_s: float = 30.0) -> Settings:
@@ -344,12 +355,7 @@ def test_a_late_read_of_a_slot_that_was_given_to_another_is_not_accepted() -> No
     old, slot = read.flights[0].ticket, read.flights[0].there
     made.clock.now += SLOT_S + 0.1
     made.source.notifications()
-    for buffer in made.there.buffers:
-        buffer ^= 0xFF
-    intruders = [other.read(theirs, made.tiles) for _ in range(made.source.gathering.free)]
-    made.source.notifications()
-    for buffer in made.there.buffers:
-        buffer ^= 0xFF
+    intruders = taken_by(made, other, theirs)
     assert made.source.gathering._words[slot] not in (0, old)
     for _ in range(4):
         made.target.poll(read)
@@ -393,12 +399,7 @@ def test_a_board_that_was_read_before_a_slots_bytes_landed_says_nothing_of_them(
     made.source.notifications()
     other = made.another()
     theirs = made.prepare(other)
-    for buffer in made.there.buffers:
-        buffer ^= 0xFF
-    intruders = [other.read(theirs, made.tiles) for _ in range(made.source.gathering.free)]
-    made.source.notifications()
-    for buffer in made.there.buffers:
-        buffer ^= 0xFF
+    intruders = taken_by(made, other, theirs)
     assert made.source.gathering._words[slot] not in (0, old)
     wire.slots_land = True
     made.target.poll(read)
