@@ -24,8 +24,8 @@ STOCK_STATES: Final[Mapping[str, str]] = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 
 @dataclass(frozen=True)
 class Arm:
-    """`block`: tokens in a block; the device's usual number if 0. An arm without a connector is one engine alone: what is
-    handed over elsewhere it finds in its own prefix cache."""
+    """`block`: tokens in a block; the device's usual number if 0. In an arm without a connector all is asked of D: what is
+    handed over elsewhere it finds in its own prefix cache. Its P is there, and idle, as a P is beside every other D."""
 
     name: str
     connector: Connector | None = None

@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Engine:
-    """`role`: P or D, or both for an arm that is one engine. `window`: where its block pool is looked into. `listen`: where P
+    """`role`: P or D. `window`: where its block pool is looked into. `listen`: where P
     of our connector listens, and D looks for it at its start, as everybody would have it who knows where P is."""
 
     model: Model

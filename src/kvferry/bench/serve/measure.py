@@ -1,7 +1,7 @@
 """One start of one arm, from its first request to its last row.
 
-Every arm is asked the same: a prompt goes to P, and then to D with what P answered. In the arm without a connector both are one
-engine, which finds in its prefix cache what others hand over: the floor. A prompt that is handed over several times is
+Every arm is asked the same: a prompt goes to P, and then to D with what P answered. In the arm without a connector both go to
+D, which finds in its prefix cache what others hand over: the floor. A prompt that is handed over several times is
 prefilled once, and D forgets it in between; P may remember it, since only D is timed.
 """
 

@@ -95,7 +95,7 @@ def _one(
     watcher: Watcher,
 ) -> Run:
     settings, (start, mode, arm) = record.settings, turn
-    roles = ("D",) if arm.alone else ("P", "D")
+    roles = ("P", "D")
     listen = f"{order.place('P').host}:{free_port()}"
     engines = {
         role: _engine(order, settings, arm, mode, role, sockets / f"{start}{mode}{arm.name}{role}", listen) for role in roles
@@ -114,7 +114,8 @@ def _one(
         with servers(zygote, engines, hosts=hosts) as up:
             made.phases["start"] = round(monotonic() - began, 2)
             sides = {role: Side(server, Window(engines[role].window)) for role, server in up.items()}
-            sides.setdefault("P", sides["D"])
+            if arm.alone:
+                sides["P"] = sides["D"]
 
             def told(what: str) -> None:
                 watcher.told(f"{label}: {what}")
