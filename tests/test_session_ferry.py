@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvferry.errors import MismatchError, TransportError
+from kvferry.errors import MismatchError, SessionError, TransportError
 from kvferry.manifest import Identity
 from kvferry.session import Ferry, Lease, Meeting, Outcome, PeerKey, Release, Welcome, Words, meet
 from kvferry.strategy import HostMover
@@ -446,7 +446,7 @@ def test_a_load_that_makes_no_sense_is_an_error_and_nothing_else(changed, way):
         made.berths[0].words.live(Lease(5, 7))
     loads = [made.load(lease, "bad", **changed), made.load(lease, "good")]
     if way == "in a step":
-        made.ferries[0].load_in_step([replaced(load, in_step=True) for load in loads])
+        made.ferries[0].load(*[replaced(load, in_step=True) for load in loads])
         made.ferries[0].settle(["bad", "good"], PATIENCE_S)
     else:
         for load in loads:
@@ -854,7 +854,7 @@ class _Late:
 def in_one_step(made: Dock, *names: str) -> dict[str, Lease]:
     (ferry,) = made.ferries
     leases = {name: made.lease(name) for name in names}
-    ferry.load_in_step([made.load(lease, name, in_step=True) for name, lease in leases.items()])
+    ferry.load(*[made.load(lease, name, in_step=True) for name, lease in leases.items()])
     return leases
 
 
@@ -907,23 +907,68 @@ def test_of_loads_in_a_step_those_from_nobody_fail_alone():
     made = dock(case(False, 1, 1), mapped=True)
     (ferry,) = made.ferries
     known, unknown = made.load(made.lease("r0"), "r0", in_step=True), PeerKey("127.0.0.1:7000", "Q", "1")
-    ferry.load_in_step([made.load(known.lease, "r1", in_step=True, peer=unknown), known])
+    ferry.load(*[made.load(known.lease, "r1", in_step=True, peer=unknown), known])
     ferry.settle(["r0", "r1"], PATIENCE_S)
     assert {o.request: bool(o.error) for o in ferry.outcomes()} == {"r0": False, "r1": True}
     assert made.differing() == []
     nothing_left(made)
 
 
-def test_words_that_cannot_be_read_fail_every_load_that_waited_for_them():
+@pytest.mark.parametrize("in_step", [False, True])
+def test_of_loads_that_begin_together_one_that_finds_no_landing_place_fails_alone(in_step):
     slow = _Slow()
     made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow, landings=2)
     (ferry,) = made.ferries
-    names = ("r0", "r1", "r2")
-    in_one_step(made, *names)
     slow.go()
-    ferry.settle(names, PATIENCE_S)
-    assert {o.request: o.error for o in ferry.outcomes()} == dict.fromkeys(
-        names, "no landing place for a generation word is free: too many loads at a time"
-    )
-    made.step()
+    made.step(ENOUGH)
+    names = ("r0", "r1", "r2")
+    ferry.load(*[made.load(made.lease(name), name, in_step=in_step) for name in names])
+    slow.go()
+    if in_step:
+        ferry.settle(names, PATIENCE_S)
+    assert {o.request: o.error for o in (*ferry.outcomes(), *made.step(ENOUGH))} == {
+        "r0": "",
+        "r1": "",
+        "r2": "no landing place for a generation word is free: too many loads at a time",
+    }
     assert made.free_landings == [2]
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_of_loads_that_begin_together_one_that_cannot_be_filled_fails_alone(monkeypatch, in_step):
+    made = dock(case(False, 1, 1), mapped=True)
+    (ferry,) = made.ferries
+    fill, filled = ferry._fill, []
+
+    def once(fills: Any) -> Any:
+        filled.append(len(fills))
+        if len(filled) == 2:
+            raise SessionError("nothing can be zeroed")
+        return fill(fills)
+
+    monkeypatch.setattr(ferry, "_fill", once)
+    names = ("r0", "r1", "r2")
+    ferry.load(*[made.load(made.lease(name), name, in_step=in_step) for name in names])
+    if in_step:
+        ferry.settle(names, PATIENCE_S)
+    assert {o.request: o.error for o in made.step(ENOUGH)} == {"r0": "", "r1": "nothing can be zeroed", "r2": ""}
+    assert all(filled)
+    nothing_left(made)
+
+
+def test_loads_that_are_waited_for_beside_the_steps_are_copied_together_too():
+    slow = _Slow()
+    made = dock(case(True, 1, 1), mapped=True, mover=lambda: slow)
+    (ferry,) = made.ferries
+    slow.sizes.clear()
+    leases = {name: made.lease(name) for name in ("r0", "r1", "r2")}
+    ferry.load(*[made.load(lease, name) for name, lease in leases.items()])
+    data = list(slow.sizes)
+    assert len(data) == len(made.berths)
+    slow.go()
+    outcomes = ferry.outcomes()
+    assert {o.request: o.error for o in outcomes} == dict.fromkeys(leases, "")
+    assert sum(data) == sum(o.moved for o in outcomes) > 0
+    assert slow.sizes[len(data) :] == [8 * len(leases)] * len(made.berths)
+    assert made.differing() == []
+    nothing_left(made)

@@ -118,28 +118,32 @@ class Ferry:
     def meet(self, meeting: Meeting) -> None:
         self._hand_in(meeting)
 
-    def load(self, load: Load) -> None:
-        if load.in_step:
-            self.load_in_step([load])
-        elif not self._begun(load):
+    def load(self, *loads: Load) -> None:
+        hurried = [load for load in loads if load.in_step]
+        if hurried:
+            self._load_in_step(hurried)
+        for load in self._begun([load for load in loads if not load.in_step]):
             self._hand_in(load)
 
-    def load_in_step(self, loads: Sequence[Load]) -> None:
+    def _load_in_step(self, loads: Sequence[Load]) -> None:
         """What is not begun here and now fails: the step does not wait for a connection, nor for a read that may never end."""
         with self._turn:
             self._take_in()
-            ready: dict[Link, list[Crossing]] = {}
-            crossings = [crossing for load in loads if (crossing := self._embark(load)) is not None]
-            for crossing in crossings:
-                link = crossing.peer.link
-                if link is None or not link.anywhere:
-                    crossing.error = f"{crossing.load.peer} is no longer read out of mapped memory"
-                else:
-                    ready.setdefault(link, []).append(crossing)
-            for link, found in ready.items():
-                self._attempt_all(found, link, self._post)
-            for crossing in crossings:
-                self._attempt(crossing, self._advance)
+            self._depart_together([crossing for load in loads if (crossing := self._embark(load)) is not None])
+
+    def _depart_together(self, crossings: Sequence[Crossing]) -> None:
+        """Out of mapped memory, by one launch for all loads from a producer."""
+        ready: dict[Link, list[Crossing]] = {}
+        for crossing in crossings:
+            link = crossing.peer.link
+            if link is None or not link.anywhere:
+                crossing.error = f"{crossing.load.peer} is no longer read out of mapped memory"
+            else:
+                ready.setdefault(link, []).append(crossing)
+        for link, found in ready.items():
+            self._attempt_all(found, link, self._post)
+        for crossing in crossings:
+            self._attempt(crossing, self._advance)
 
     def pace(self, key: PeerKey) -> float | None:
         """Seconds a token at a pace that any device's memory has, of a producer that any thread may read from."""
@@ -197,21 +201,25 @@ class Ferry:
         for crossing in others:
             crossing.error = crossing.error or first.error
 
-    def _begun(self, load: Load) -> bool:
-        """Whether the load could begin here and now; not before anything that was handed in earlier."""
-        peer = self._peers.get(load.peer)
-        if self._commands or peer is None or peer.link is None or not self._turn.acquire(blocking=False):
-            return False
+    def _begun(self, loads: Sequence[Load]) -> Sequence[Load]:
+        """Those that could not begin here and now, as loads out of mapped memory do; none does before anything that was handed
+        in earlier."""
+        if not loads or self._commands or not self._turn.acquire(blocking=False):
+            return loads
         try:
-            if peer.link is None or not peer.link.anywhere:
-                return False
-            crossing = self._embark(load)
-            if crossing is not None:
-                self._attempt(crossing, self._advance)
+            left = [load for load in loads if not self._is_mapped(load.peer)]
+            ready = (self._embark(load) for load in loads if self._is_mapped(load.peer))
+            crossings = [crossing for crossing in ready if crossing is not None]
+            self._depart_together(crossings)
+            for crossing in crossings:
                 self._call_for_help(crossing)
+            return left
         finally:
             self._turn.release()
-        return True
+
+    def _is_mapped(self, key: PeerKey) -> bool:
+        peer = self._peers.get(key)
+        return peer is not None and peer.link is not None and peer.link.anywhere
 
     def _call_for_help(self, crossing: Crossing) -> None:
         """What went wrong is for the ferry's thread to clear up."""
@@ -239,6 +247,7 @@ class Ferry:
             return False
         try:
             lent, under_way = [crossing for crossing in self._crossings if is_lent(crossing)], len(self._crossings)
+            self._check_together(lent)
             for crossing in lent:
                 self._attempt(crossing, self._advance)
                 self._call_for_help(crossing)
@@ -428,11 +437,11 @@ class Ferry:
             self._let_go(crossing)
             return
         link = crossing.link or self._depart(crossing)
-        if link is None or not self._arrived(crossing):
+        if link is None or crossing.error or not self._arrived(crossing):
             return
         if not crossing.checking:
             self._check([crossing], link)
-            if not self._arrived(crossing):
+            if crossing.error or not self._arrived(crossing):
                 return
         self._spend(crossing)
         if self._filled(crossing):
@@ -476,12 +485,16 @@ class Ferry:
         """What is to be filled, and the reads of the data; of several loads at once, if the transport can."""
         for crossing in crossings:
             crossing.link = link
-            if len(crossing.loading.fills):
-                crossing.filled = self._fill(crossing.loading.fills)
-        loads = [crossing.loading.tiles for crossing in crossings]
-        for prepared in link.data:
-            for crossing, read in zip(crossings, read_together(self._transport, prepared, loads), strict=True):
+            self._attempt(crossing, self._begin_to_fill)
+        sound = [crossing for crossing in crossings if not crossing.error]
+        loads = [crossing.loading.tiles for crossing in sound]
+        for prepared in link.data if sound else ():
+            for crossing, read in zip(sound, read_together(self._transport, prepared, loads), strict=True):
                 crossing.reads.append(read)
+
+    def _begin_to_fill(self, crossing: Crossing) -> None:
+        if len(crossing.loading.fills):
+            crossing.filled = self._fill(crossing.loading.fills)
 
     def _connect(self, peer: Peer) -> Link:
         """To all ranks that are read, or to none."""
@@ -511,17 +524,22 @@ class Ferry:
             crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
             self._spend(crossing)
             crossing.checking = True
-        slots = [crossing.load.lease.slot for crossing in crossings]
-        for first, prepared in link.words:
-            if len(self._landings) < len(crossings):
-                raise SessionError("no landing place for a generation word is free: too many loads at a time")
-            landings = [self._landings.popleft() for _ in crossings]
-            for crossing, landing in zip(crossings, landings, strict=True):
-                crossing.landings.append(landing)
-                self._words.wipe(landing)
+            self._attempt(crossing, self._find_landings)
+        sound = [crossing for crossing in crossings if not crossing.error]
+        slots = [crossing.load.lease.slot for crossing in sound]
+        for source, (first, prepared) in enumerate(link.words if sound else ()):
+            landings = [crossing.landings[source] for crossing in sound]
             read = self._transport.read(prepared, tiles_of_words(first, slots, landings))
-            for crossing in crossings:
+            for crossing in sound:
                 crossing.reads.append(read)
+
+    def _find_landings(self, crossing: Crossing) -> None:
+        """A place for a word of every rank that is read."""
+        for _ in crossing.peer.binder.plan.sources:
+            if not self._landings:
+                raise SessionError("no landing place for a generation word is free: too many loads at a time")
+            crossing.landings.append(self._landings.popleft())
+            self._words.wipe(crossing.landings[-1])
 
     def _disembark(self, crossing: Crossing, link: Link) -> None:
         load, seen = crossing.load, crossing.seen

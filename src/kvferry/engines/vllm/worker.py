@@ -132,13 +132,8 @@ class WorkerHalf:
             self._ferry.forget(peer)
         for meeting in orders.meetings:
             self._ferry.meet(meeting)
-        hurried = [load for load in orders.loads if load.in_step]
-        if hurried:
-            self._ferry.load_in_step(hurried)
-            self._in_step.update((load.request, load) for load in hurried)
-        for load in orders.loads:
-            if not load.in_step:
-                self._ferry.load(load)
+        self._ferry.load(*orders.loads)
+        self._in_step.update((load.request, load) for load in orders.loads if load.in_step)
         self._refused.update(orders.refused)
 
     def pace(self, peer: PeerKey) -> float | None:
