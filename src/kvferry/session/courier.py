@@ -26,6 +26,9 @@ logger = logging.getLogger("kvferry.session")
 T = TypeVar("T")
 
 _TICK_S: Final = 0.1
+_PATIENCE_S: Final = 0.005
+"""How long what is asked for waits for more of it, unless somebody waits for the answer: who wakes this thread for each of many
+requests has the engine's thread let go of the interpreter as often."""
 _LINGER_MS: Final = 500
 _UNTAKEN: Final = 1 << 16
 _ENDS: Final = 64
@@ -50,7 +53,7 @@ class Courier(Generic[T]):
         self._numbers: dict[str, Number] = {}
         self._forgotten: deque[PeerKey] = deque(maxlen=_UNTAKEN)
         self._asking: set[threading.Thread] = set()
-        self._stop = threading.Event()
+        self._stop, self._urgent = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-courier", daemon=True)
         self._thread.start()
 
@@ -58,7 +61,7 @@ class Courier(Generic[T]):
         """What is known of the producer of a reference; the reason if it cannot be read; None while it is being asked."""
         key, now = key_of(reference), time.monotonic()
         if self._consumer.due(key, now):
-            self._commands.put(lambda: self._consumer.greet(key, now))
+            self._put(lambda: self._consumer.greet(key, now), urgent=True)
         return self._consumer.peer(key, now)
 
     def doubt(self, reference: Reference) -> None:
@@ -78,7 +81,7 @@ class Courier(Generic[T]):
         peer = PeerKey(address, welcome.engine, welcome.incarnation)
         found = self._made_of(peer, welcome)
         answer = Answer(peer, found, welcome.lease_s)
-        self._commands.put(lambda: self._consumer.answered(address, answer, time.monotonic()))
+        self._put(lambda: self._consumer.answered(address, answer, time.monotonic()), urgent=True)
         return found
 
     def hold(self, request: str, reference: Reference) -> None:
@@ -89,18 +92,23 @@ class Courier(Generic[T]):
             self._consumer.greet(key_of(reference), now)
             self._consumer.hold(request, reference, now)
 
-        self._commands.put(command)
+        self._put(command, urgent=self._consumer.due(key_of(reference), time.monotonic()))
 
     def release(self, request: str, reference: Reference, note: str, linger_s: float = 0.0) -> None:
         """The request needs its lease no more. For `linger_s` longer it is kept for others that come with the reference."""
         until = time.monotonic() + linger_s if linger_s else -math.inf
-        self._commands.put(lambda: self._consumer.release(request, reference, note, until))
+        self._put(lambda: self._consumer.release(request, reference, note, until))
+
+    def _put(self, command: Callable[[], None], urgent: bool = False) -> None:
+        self._commands.put(command)
+        if urgent:
+            self._urgent.set()
 
     def close(self) -> None:
         """Say what was asked to be said, and end; greetings under way are given up, and waited for a while."""
         deadline = time.monotonic() + _CLOSE_S
         self._stop.set()
-        self._commands.put(lambda: None)
+        self._put(lambda: None, urgent=True)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             logger.error("the courier does not end within %g s; it is left to the end of the process", _CLOSE_S)
@@ -112,13 +120,15 @@ class Courier(Generic[T]):
     def _run(self) -> None:
         while not self._stop.is_set():
             self._turn(_TICK_S)
-        self._commands.put(lambda: self._consumer.part(math.inf))
+        self._put(lambda: self._consumer.part(math.inf))
         self._turn(0)
 
     def _turn(self, wait_s: float) -> None:
         """Carry out what the engine asks for, waiting so long for the first of it; then send what is due."""
         try:
             command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+            if wait_s and self._urgent.wait(_PATIENCE_S):
+                self._urgent.clear()
             while True:
                 self._guarded(command)
                 command = self._commands.get_nowait()
@@ -177,11 +187,11 @@ class Courier(Generic[T]):
             logger.exception("nothing can be read from %s", address)
             self._unanswered(address, printable(f"{type(error).__name__}: {error}"))
         else:
-            self._commands.put(lambda: self._consumer.answered(address, answer, time.monotonic()))
+            self._put(lambda: self._consumer.answered(address, answer, time.monotonic()), urgent=True)
 
     def _unanswered(self, address: str, reason: str) -> None:
         logger.error("nothing can be read from %s: %s", address, reason)
-        self._commands.put(lambda: self._consumer.unanswered(address, reason, time.monotonic()))
+        self._put(lambda: self._consumer.unanswered(address, reason, time.monotonic()), urgent=True)
 
     def _answer(self, address: str, hello: Hello) -> Answer[T]:
         number = find(address, self._key, self._timeout_s, self._stop)
