@@ -89,8 +89,9 @@ class Family:
     """`engines` by a name, as changes to the default engine; `pairs` of their names. `shared`: prompts that share prefixes are
     sent one after the other, with prefix caching, instead of `lengths`. `repeated`: prompts say everything twice, so that what
     comes next can be guessed. `alone`: changes to the engine that the pairs are compared with; with prefix caching it is like
-    the producer. `within`: how far log-probabilities may be, if not as near as the data type allows. `weighed`: each prompt's
-    bytes are looked at, beside those that its tokens and states need."""
+    the producer. `or_alone`: changes to another one, where sums are split otherwise in P than in D: a pair may answer as either
+    does. `within`: how far log-probabilities may be, if not as near as the data type allows. `weighed`: each prompt's bytes
+    are looked at, beside those that its tokens and states need."""
 
     name: str
     model: str
@@ -104,6 +105,7 @@ class Family:
     repeated: bool = False
     weighed: bool = False
     alone: Mapping[str, Any] = field(default_factory=dict)
+    or_alone: Mapping[str, Any] | None = None
     within: float | None = None
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -141,7 +143,7 @@ def ranks(model: str, dtype: str, backend: str, **changes: Any) -> Family:
     engines: dict[str, dict[str, Any]] = {"TP1": {}, "TP2": two}
     name = f"{model} {dtype} {backend} TP1-TP2"
     made = Family(name, model, dtype, backend, engines, (("TP1", "TP2"), ("TP2", "TP1")), FEW, stock=False, within=LOOSE[dtype])
-    return replace(made, **changes)
+    return replace(made, or_alone=two if dtype != "float32" else None, **changes)
 
 
 def stages(model: str, dtype: str, backend: str) -> Family:
@@ -255,7 +257,8 @@ def engine(family: Family, made: Checkpoint, name: str, changes: Mapping[str, An
 @dataclass
 class Row:
     """What came of one pair. Tokens and bytes are D's counters; `apart` is the largest distance of log-probabilities, of which
-    `within` was allowed; `parted` texts part where two candidates are as good. `times_useful`: bytes of attention that prompts
+    `within` was allowed; `parted` texts part where two candidates are as good, or where the engines alone part from each other,
+    if there are two. `times_useful`: bytes of attention that prompts
     of some length moved, beside those that their tokens have."""
 
     family: str
@@ -451,6 +454,7 @@ def run(family: Family, zygote: Zygote, alone: Alone, made: Checkpoint, record: 
     began = time.monotonic()
     with ExitStack() as stack:
         keys = {one: alone.start(family, made, wanted[one] if family.shared else family.alone) for one, _, _ in pairs}
+        other_key = None if family.or_alone is None else alone.start(family, made, family.or_alone)
         up: dict[str, Server] = {}
         for name, changes in wanted.items():
             label = f"{family.name} {name}".replace(" ", "-")
@@ -458,8 +462,8 @@ def run(family: Family, zygote: Zygote, alone: Alone, made: Checkpoint, record: 
             stack.callback(up[name].stop)
         for salt, (one, other, connector) in enumerate(pairs):
             prompts = prompts_of(family, salt)
-            reference = alone.answers(keys[one], family, prompts, until)
-            bad = next((it.error for it in reference if not it.good), "")
+            references = [alone.answers(key, family, prompts, until) for key in (keys[one], other_key) if key]
+            bad = next((it.error for reference in references for it in reference if not it.good), "")
             if bad:
                 raise ValueError(f"the engine alone failed: {bad}")
             if not salt:
@@ -467,7 +471,7 @@ def run(family: Family, zygote: Zygote, alone: Alone, made: Checkpoint, record: 
             row = Row(family.name, one, other, connector, "failed")
             try:
                 producer, consumer = ready(up[one], family, until), ready(up[other], family, until)
-                judge(row, family, made, prompts, reference, producer, consumer)
+                judge(row, family, made, prompts, references, producer, consumer)
             except Exception as error:  # noqa: BLE001  what fails is written down, and the rest goes on
                 row.detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500]
                 row.log = "\n".join(f"{name}: {up[name].reason()}\n{up[name].tail(25)}" for name in (one, other))[-6000:]
@@ -486,7 +490,7 @@ def judge(
     family: Family,
     made: Checkpoint,
     prompts: Sequence[Prompt],
-    reference: Sequence[Answer],
+    references: Sequence[Sequence[Answer]],
     producer: Server,
     consumer: Server,
 ) -> None:
@@ -497,9 +501,9 @@ def judge(
     row.within = within or 0.0
     found = []
     first = before = counters(consumer)
-    for tokens, alone in zip(prompts, reference, strict=True):
+    for tokens, *alone in zip(prompts, *references, strict=True):
         crossed = cross(producer, consumer, tokens, max_new=NEW)
-        one = difference(len(tokens), crossed.decode, alone, family.dtype, within, tie)
+        one = nearest(len(tokens), crossed.decode, alone, family.dtype, within, tie)
         found.append(one)
         if not crossed.decode.good:
             row.each.append({"tokens": len(tokens), "why": one.why})
@@ -519,10 +523,25 @@ def judge(
     row.parted = sum(it.right and it.parted_at >= 0 for it in found)
     row.verdict, row.detail = verdict(row, family, found, total)
     if family.shared:
-        again = [strange(consumer, tokens, alone, family.dtype) for tokens, alone in zip(prompts, reference, strict=True)]
+        again = [strange(consumer, tokens, alone, family.dtype) for tokens, alone in zip(prompts, references[0], strict=True)]
         row.each.append({"asked of D alone afterwards": [it.why or it.apart for it in again]})
         if any(not it.right for it in again):
             row.verdict = f"{row.verdict}, and D's prefix cache is poisoned"
+
+
+def nearest(
+    tokens: int, got: Answer, alone: Sequence[Answer], dtype: str, within: float | None, tie: float | None
+) -> Difference:
+    """From whichever engine alone it is like. Where it is like neither of two, rounding decides only if these have parted from
+    each other by then, and the first log-probabilities up to there are as near as may be."""
+    found = [difference(tokens, got, one, dtype, within, tie) for one in alone]
+    best = next((it for it in found if it.right), max(found, key=lambda it: it.parted_at % (NEW + 1)))
+    if best.right or best.parted_at < 0 or len(alone) < 2 or not got.good:
+        return best
+    apart = difference(tokens, alone[1], alone[0], dtype, within, 0.0).parted_at
+    before = [begun(it, best.parted_at) for it in (got, *alone)]
+    near = any(difference(tokens, before[0], it, dtype, within, tie).right for it in before[1:])
+    return replace(best, why="") if 0 <= apart <= best.parted_at and near else best
 
 
 def strange(consumer: Server, tokens: Prompt, alone: Answer, dtype: str) -> Difference:

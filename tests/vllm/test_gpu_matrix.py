@@ -102,3 +102,32 @@ def test_a_prefix_cache_is_poisoned_where_d_answers_like_nobody(
     monkeypatch.setattr(matrix, "ask", ask)
     server: Any = None
     assert matrix.strange(server, (1, 2), answered(5, -0.5), "bfloat16").right == right
+
+
+def said(*tokens: int, logprob: float = -0.5) -> Answer:
+    places = tuple(((token, logprob), (token + 100, logprob - 2)) for token in tokens)
+    return Answer(200, tokens, (logprob,) * len(tokens), places)
+
+
+ONE, TWO = said(1, 2, 3, 4), said(1, 2, 7, 8)
+"""One rank alone and two alone, which part at the third token."""
+
+
+@pytest.mark.parametrize(
+    ("got", "alone", "right"),
+    [
+        (ONE, (ONE, TWO), True),
+        (TWO, (ONE, TWO), True),
+        (said(1, 2, 9, 9), (ONE, TWO), True),
+        (said(1, 2, 3, 9), (ONE, TWO), True),
+        (said(1, 9, 3, 4), (ONE, TWO), False),
+        (said(1, 2, 9, 9, logprob=-0.9), (ONE, TWO), False),
+        (said(1, 2, 9, 9), (ONE, ONE), False),
+        (said(1, 2, 9, 9), (ONE,), False),
+        (Answer(500, error="no"), (ONE, TWO), False),
+    ],
+)
+def test_a_pair_answers_as_one_rank_or_as_two_alone_unless_these_have_parted_already(
+    got: Answer, alone: tuple[Answer, ...], right: bool
+) -> None:
+    assert matrix.nearest(9, got, alone, "bfloat16", 0.2, 0.4).right == right
