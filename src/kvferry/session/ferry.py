@@ -375,6 +375,9 @@ class Ferry:
             logger.debug("%s: a read that warmed its connection up is still held: %s", warming.peer, error)
             return False
         self._landings.append(warming.landing)
+        peer = self._peers.get(warming.peer)
+        if peer is not None and peer.link is warming.link:
+            self._tell(peer, warming.link)
         return True
 
     def _lingers(self, key: PeerKey) -> bool:
