@@ -10,7 +10,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,11 +22,13 @@ from kvferry.plan.columns import Columns, expanded
 from kvferry.plan.intervals import NOTHING, Intervals, cut_at, integers, interval, subtract, union
 from kvferry.plan.overlay import Claim, Ids, Overlay
 from kvferry.plan.schema import Edge, Fill, Grain, Lane, Need, Plan
-from kvferry.strided import Ints, merge, offsets, size
+from kvferry.strided import Ints, merge, size, split
 
 Table = Sequence[int] | npt.NDArray[np.integer] | int
 _ORIGIN: Final = np.zeros(1, np.int32)
 _ORIGIN.setflags(write=False)
+_NONE: Final = NOTHING[0]
+_WHOLE: Final = (int, np.integer)
 _NARROW: Final = np.iinfo(np.int32).max
 _SHORT: Final = 512
 """A table up to here is sorted as fast as it is seen to be sorted."""
@@ -83,6 +85,9 @@ class Fills:
         return int(self.length.sum())
 
 
+_NO_FILLS: Final = Fills(_NONE, _NONE, _NONE)
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Tiles of one edge at one grain: block id and place in the block, on either side."""
@@ -135,10 +140,12 @@ class _Paged(NamedTuple):
     blocks: int
     keeps: Reach
     hashed: bool
+    ids: np.dtype[Any]
 
     @classmethod
     def of(cls, side: str, group: Group) -> _Paged:
-        return cls(side, group.id, group.tokens, group.blocks, group.keeps, group.hashed)
+        ids = np.dtype(np.int32 if group.blocks <= _NARROW else np.int64)
+        return cls(side, group.id, group.tokens, group.blocks, group.keeps, group.hashed, ids)
 
     def __str__(self) -> str:
         return f"the {self.side}'s block table of group {self.id}"
@@ -184,6 +191,22 @@ class _Ranges:
     unhashable: dict[int, list[Ints]] = field(default_factory=lambda: defaultdict(list))
 
 
+class _Ends:
+    """One side of a tile's runs: where each lies in tile 0 of block 0, and the lane that it travels by."""
+
+    def __init__(self, region: Ints, offset: Ints, lane: Ints, lanes: Sequence[Lane]) -> None:
+        used, self._which = np.unique(lane, return_inverse=True)
+        self._region, self._offset = region, offset[:, None]
+        self._lanes = [lanes[index] for index in used.tolist()]
+
+    def at(self, block: Ids, tile: Ids) -> tuple[Ints, Ints]:
+        """Region and offset of every run at every tile."""
+        block, tile = block.astype(np.int64, copy=False), tile.astype(np.int64, copy=False)
+        rows = [_far(lane, block, tile) for lane in self._lanes]
+        moved = rows[0] if len(rows) == 1 else np.array(rows)[self._which]
+        return self._region.repeat(len(block)), (moved + self._offset).reshape(-1)
+
+
 class _Tile:
     """The runs of one tile of a grain, with what follows from the plan alone."""
 
@@ -196,51 +219,38 @@ class _Tile:
         return len(self.columns)
 
     def at(self, tiles: Tiles) -> tuple[Ints, ...]:
-        """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged.
+        """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged."""
+        tiles, length = self._long(tiles)
+        return (*self._there.at(tiles.src_block, tiles.src_tile), *self._here.at(tiles.dst_block, tiles.dst_tile), length)
 
-        Where all runs fill their blocks, consecutive blocks are merged before runs multiply them.
-        """
-        columns = self.columns
-        if self._fills_blocks:
-            tiles, joined = _consecutive(tiles)
-            length = columns.length[:, None] * joined
-        else:
-            length = np.broadcast_to(columns.length[:, None], (len(columns), len(tiles.src_block)))
-        src = self._moved(self._src_lanes, tiles.src_block, tiles.src_tile) + columns.src_offset[:, None]
-        dst = self._moved(self._dst_lanes, tiles.dst_block, tiles.dst_tile) + columns.dst_offset[:, None]
-        count = len(tiles.src_block)
-        return (
-            np.repeat(columns.src_region, count), src.reshape(-1),
-            np.repeat(columns.dst_region, count), dst.reshape(-1),
-            length.reshape(-1),
-        )  # fmt: skip
+    def filled(self, block: Ids, tile: Ids) -> tuple[Ints, ...]:
+        """As `at`, of a fill: both of its sides are the destination."""
+        tiles, length = self._long(Tiles(block, tile, block, tile))
+        return (*self._here.at(tiles.dst_block, tiles.dst_tile), length)
+
+    def _long(self, tiles: Tiles) -> tuple[Tiles, Ints]:
+        """The tiles, and the lengths of all runs at each: consecutive blocks are one where all runs fill their blocks, before
+        runs multiply them."""
+        if not self._fills_blocks:
+            return tiles, self.columns.length.repeat(len(tiles.src_block))
+        tiles, joined = _consecutive(tiles)
+        return tiles, (self.columns.length[:, None] * joined).reshape(-1)
+
+    @cached_property
+    def _there(self) -> _Ends:
+        return _Ends(self.columns.src_region, self.columns.src_offset, self.columns.src_lane, self._lanes)
+
+    @cached_property
+    def _here(self) -> _Ends:
+        return _Ends(self.columns.dst_region, self.columns.dst_offset, self.columns.dst_lane, self._lanes)
 
     @cached_property
     def _fills_blocks(self) -> bool:
         """Whether a tile is a whole block on either side, and every run as long as blocks are apart: only then are blocks
         whose ids follow each other one stretch of memory. A tile of a block has neighbours in its own block."""
-        lanes = {*self.columns.src_lane.tolist(), *self.columns.dst_lane.tolist()}
-        strides = np.array([lane.block_stride for lane in self._lanes], np.int64)
+        apart = np.array([lane.block_stride if size(lane.digits) == 1 else 0 for lane in self._lanes], np.int64)
         sides = self.columns.src_lane, self.columns.dst_lane
-        whole = all(size(self._lanes[index].digits) == 1 for index in lanes)
-        return whole and all(np.array_equal(self.columns.length, strides[side]) for side in sides)
-
-    @cached_property
-    def _src_lanes(self) -> tuple[list[int], Ints]:
-        return _distinct(self.columns.src_lane)
-
-    @cached_property
-    def _dst_lanes(self) -> tuple[list[int], Ints]:
-        return _distinct(self.columns.dst_lane)
-
-    def _moved(self, lanes: tuple[list[int], Ints], block: Ids, tile: Ids) -> Ints:
-        """How far every run's lane leads at every tile; one row for all runs where they share it."""
-        used, which = lanes
-        block = block.astype(np.int64, copy=False)
-        rows = np.empty((len(used), len(block)), np.int64)
-        for row, lane in enumerate(self._lanes[index] for index in used):
-            rows[row] = block * lane.block_stride + (offsets(lane.digits, tile) if lane.digits else 0)
-        return rows if len(used) == 1 else rows[which]
+        return all(np.array_equal(self.columns.length, apart[side]) for side in sides)
 
 
 class Binder:
@@ -271,7 +281,7 @@ class Binder:
             for i, (e, grains) in enumerate(zip(plan.edges, self._grains, strict=True))
         )
         self._loaded_groups = {e.dst_group for e in plan.edges}
-        self._known_groups = sorted(self._loaded_groups | {f.group for f in plan.fills})
+        self._known_groups = [self._dst_groups[g] for g in sorted(self._loaded_groups | {f.group for f in plan.fills})]
         self._ends = self._whole_ends(spare) if spare else {}
 
     @classmethod
@@ -334,13 +344,15 @@ class Binder:
 
     def _tiles(self, request: Request) -> tuple[dict[tuple[int, int], Tiles], _Ranges]:
         ranges = _Ranges()
-        counts = (request.start, request.tokens)
-        if not all(isinstance(count, (int, np.integer)) for count in counts) or not 0 <= request.start <= request.tokens:
+        counts = isinstance(request.start, _WHOLE) and isinstance(request.tokens, _WHOLE)
+        if not counts or not 0 <= request.start <= request.tokens:
             raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range of whole tokens")
         if request.start == request.tokens:
             return {}, ranges
         src = {g: _listed(request.src, group) for g, group in self._src_groups.items()}
-        for group in (self._dst_groups[g] for g in self._read_groups(request)):
+        for group in self._known_groups:
+            if group.id not in self._loaded_groups and group.id not in request.dst:
+                continue
             ranges.tables[group.id] = _listed(request.dst, group)
             if group.tokens and request.start % group.tokens:
                 raise BindError(
@@ -411,9 +423,6 @@ class Binder:
             ranges.loaded[group_id] = loaded = (low // group.tokens * group.tokens, stop * group.tokens)
             ranges.holes[group_id] = table.holes(*loaded)
 
-    def _read_groups(self, request: Request) -> list[int]:
-        return [g for g in self._known_groups if g in self._loaded_groups or g in request.dst]
-
     def _range(self, request: Request, edge: Edge, there: _Listed, here: _Listed, ranges: _Ranges) -> _Range:
         """The tokens to copy for an edge's need; ranks of one producer agree on them, so they are found once."""
         known = ranges.needs.get((edge.dst_group, edge.need))
@@ -424,24 +433,24 @@ class Binder:
         tokens, most = self._ends.get((edge.dst_group, edge.need), (1, 0))
         missing = -high % tokens
         high += missing if low < high and missing <= most else 0
-        sides = there, here
-        for table in sides:
+        for table in (there, here):
             table.insist(-(-high // table.group.tokens))
-        bad = [table.holes(low, high) for table in sides]
-        if any(len(holes) for holes, _ in bad):
-            for table in sides:
+        absent, bad, copied = there.holes(low, high), here.holes(low, high), interval(low, high)
+        if len(absent[0]) or len(bad[0]):
+            for table in (there, here):
                 _no_holes(table, first, min(high, request.tokens), need)
-            self._lose(request, here, bad[0], low, ranges)
-        found = ranges.needs[edge.dst_group, edge.need] = _Range(subtract(low, high, union(*bad)), low, first)
+            self._lose(request, here, absent, low, ranges)
+            copied = subtract(low, high, union(absent, bad))
+        found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, low, first)
         return found
 
-    def _lose(self, request: Request, here: _Listed, missing: Intervals, low: int, ranges: _Ranges) -> None:
-        """Blocks that lack something that the producer has no blocks for must not be found by their hash."""
+    def _lose(self, request: Request, here: _Listed, absent: Intervals, low: int, ranges: _Ranges) -> None:
+        """Blocks of the consumer that lack what the producer has no block for must not be found by their hash."""
         group = here.group
-        if group.hashed and len(missing[0]):
+        if group.hashed and len(absent[0]):
             # A block that is not full yet is only ever found by longer requests, and those look back less far.
             full = request.tokens // group.tokens
-            lost = integers(np.maximum(missing[0], low) // group.tokens, -(-missing[1] // group.tokens))
+            lost = integers(np.maximum(absent[0], low) // group.tokens, -(-absent[1] // group.tokens))
             lost = np.unique(lost[lost < full])
             ranges.unhashable[group.id].append(lost[here.ids[lost] != HOLE])
 
@@ -452,12 +461,15 @@ class Binder:
                 continue
             table = ranges.tables[fill.group]
             if not table.group.tokens:
-                parts.append(tiles[0].at(Tiles(table.ids, _ORIGIN, table.ids, _ORIGIN)))
+                parts.append(tiles[0].filled(table.ids, _ORIGIN))
                 continue
             for level, cut in enumerate(cut_at(self._filled(fill, ranges), grains)):
                 if len(cut[0]):
-                    parts.append(tiles[level].at(Tiles(*(2 * _placed(table, cut, grains[level])))))
-        _, _, region, offset, length = _merged(parts)
+                    parts.append(tiles[level].filled(*_placed(table, cut, grains[level])))
+        if not parts:
+            return _NO_FILLS
+        region, offset, length = _joined(parts)
+        offset, _, length, region = merge(offset, offset, length, region)
         return Fills(region, offset, length)
 
     def _filled(self, fill: Fill, ranges: _Ranges) -> Intervals:
@@ -472,6 +484,8 @@ class Binder:
         return subtract(*ranges.loaded[fill.group], bad)
 
     def _unhashable(self, ranges: _Ranges) -> dict[int, Ints]:
+        if not ranges.unhashable:
+            return {}
         merged = {group: np.unique(np.concatenate(found)) for group, found in ranges.unhashable.items()}
         return {group: lost for group, lost in merged.items() if len(lost)}
 
@@ -493,11 +507,22 @@ def bind(plan: Plan, request: Request) -> Binding:
     return Binder(plan).bind(request)
 
 
+def _far(lane: Lane, block: Ints, tile: Ints) -> Ints:
+    """How far a lane leads at every tile."""
+    far = block * lane.block_stride
+    for stride, digit in split(lane.digits, tile):
+        far += digit * stride
+    return far
+
+
+def _joined(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, ...]:
+    return parts[0] if len(parts) == 1 else tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+
+
 def _merged(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     if not parts:
-        empty = np.empty(0, np.int64)
-        return empty, empty, empty, empty, empty
-    src_region, src, dst_region, dst, length = (np.concatenate(c) for c in zip(*parts, strict=True))
+        return _NONE, _NONE, _NONE, _NONE, _NONE
+    src_region, src, dst_region, dst, length = _joined(parts)
     src, dst, length, src_region, dst_region = merge(src, dst, length, src_region, dst_region)
     return src_region, src, dst_region, dst, length
 
@@ -510,34 +535,29 @@ def _consecutive(tiles: Tiles) -> tuple[Tiles, Ints]:
     return Tiles(tiles.src_block[first], tiles.src_tile[first], tiles.dst_block[first], tiles.dst_tile[first]), count
 
 
-def _distinct(lanes: Ints) -> tuple[list[int], Ints]:
-    """The lanes that occur, and which of them each run has."""
-    used, which = np.unique(lanes, return_inverse=True)
-    return used.tolist(), which
-
-
 def _listed(tables: Mapping[int, Table], group: _Paged) -> _Listed:
     """A group's table, every block id checked against the group."""
     if group.id not in tables:
         raise BindError(f"{group} is missing")
-    found = _numbers(tables[group.id])
+    given = tables[group.id]
+    if type(given) is int and 0 <= given < group.blocks:
+        return _Listed(group, np.array([given], group.ids), True)
+    found = _numbers(given)
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
         raise BindError(f"{group} is not a list of block ids")
-    if len(found) == 1:
-        least = most = found.item()
+    if len(found) > 1:
+        least, most = int(found[found.argmin()]), int(found[found.argmax()])
     else:
-        least, most = (int(found.min()), int(found.max())) if len(found) else (0, 0)
+        least = most = found.item() if len(found) else 0
     if least < HOLE or most >= group.blocks:
         raise BindError(f"{group} has ids outside [0, {group.blocks})")
     if not group.tokens and (len(found) != 1 or least == HOLE):
         raise BindError(f"group {group.id} is paged by state: the {group.side} must name the one block that holds it")
-    return _Listed(group, found.astype(np.int32 if group.blocks <= _NARROW else np.int64, copy=False), least != HOLE)
+    return _Listed(group, found if found.dtype == group.ids else found.astype(group.ids), least != HOLE)
 
 
 def _numbers(given: Table) -> npt.NDArray[Any]:
     """A table as an array of whatever it holds; lists of small numbers, as engines have them, are taken the short way."""
-    if type(given) is int:
-        given = [given]
     if isinstance(given, list):
         try:
             return np.frombuffer(struct.pack(f"{len(given)}i", *given), np.int32)
@@ -551,7 +571,8 @@ def _repeats(table: Ids) -> bool:
     """Whether a block is named twice."""
     if len(table) < 2 or (len(table) > _SHORT and (table[1:] > table[:-1]).all()):
         return False
-    ordered = np.sort(table)
+    ordered = table.copy()
+    ordered.sort()
     same = ordered[1:] == ordered[:-1]
     return bool(np.count_nonzero(same)) and int(ordered[1:][same].max()) != HOLE
 
@@ -624,10 +645,16 @@ def _placed(table: _Listed, cut: Intervals, tokens: int) -> tuple[Ids, Ids]:
         place = at // per_block
         return ids[place], (at - place * per_block).astype(ids.dtype, copy=False)
     start, stop = int(low[0]), int(high[0])
-    if per_block == 1:
-        return ids[start:stop], np.zeros(stop - start, ids.dtype)
     first = start // per_block
     blocks = ids[first : -(-stop // per_block)]
     inside = slice(start - first * per_block, stop - first * per_block)
-    places = np.arange(per_block, dtype=ids.dtype)[None].repeat(len(blocks), axis=0).reshape(-1)
-    return blocks.repeat(per_block)[inside], places[inside]
+    places = _places(per_block, 1 << (len(blocks) - 1).bit_length(), ids.dtype)
+    return (blocks if per_block == 1 else blocks.repeat(per_block))[inside], places[inside]
+
+
+@lru_cache(maxsize=256)
+def _places(per_block: int, blocks: int, dtype: np.dtype[Any]) -> Ids:
+    """The places of all tiles of so many blocks; asked for by powers of two, so that a few answers serve all requests."""
+    found = np.tile(np.arange(per_block, dtype=dtype), blocks)
+    found.setflags(write=False)
+    return found
