@@ -10,23 +10,25 @@ import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BindError
-from kvferry.manifest.schema import HOLE, Group
+from kvferry.manifest.schema import HOLE, Group, Reach
 from kvferry.plan.columns import Columns, expanded
-from kvferry.plan.intervals import Intervals, cut_at, integers, interval, subtract, union
+from kvferry.plan.intervals import NOTHING, Intervals, cut_at, integers, interval, subtract, union
 from kvferry.plan.overlay import Claim, Ids, Overlay
-from kvferry.plan.schema import Edge, Fill, Need, Plan
-from kvferry.strided import Ints, merge, offsets, size
+from kvferry.plan.schema import Edge, Fill, Grain, Lane, Need, Plan
+from kvferry.strided import Ints, merge, size, split
 
 Table = Sequence[int] | npt.NDArray[np.integer] | int
 _ORIGIN: Final = np.zeros(1, np.int32)
 _ORIGIN.setflags(write=False)
+_NONE: Final = NOTHING[0]
+_WHOLE: Final = (int, np.integer)
 _NARROW: Final = np.iinfo(np.int32).max
 _SHORT: Final = 512
 """A table up to here is sorted as fast as it is seen to be sorted."""
@@ -83,6 +85,9 @@ class Fills:
         return int(self.length.sum())
 
 
+_NO_FILLS: Final = Fills(_NONE, _NONE, _NONE)
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Tiles of one edge at one grain: block id and place in the block, on either side."""
@@ -126,8 +131,48 @@ class Spans:
     filled: tuple[Intervals, ...]
 
 
-@dataclass(frozen=True)
-class _Range:
+class _Paged(NamedTuple):
+    """A group of one side, as every request asks after it."""
+
+    side: str
+    id: int
+    tokens: int
+    blocks: int
+    keeps: Reach
+    hashed: bool
+    ids: np.dtype[Any]
+
+    @classmethod
+    def of(cls, side: str, group: Group) -> _Paged:
+        ids = np.dtype(np.int32 if group.blocks <= _NARROW else np.int64)
+        return cls(side, group.id, group.tokens, group.blocks, group.keeps, group.hashed, ids)
+
+    def __str__(self) -> str:
+        return f"the {self.side}'s block table of group {self.id}"
+
+
+class _Listed(NamedTuple):
+    """A group's block table, every id checked against the group; `whole`: no place is without a block."""
+
+    group: _Paged
+    ids: Ids
+    whole: bool
+
+    def insist(self, blocks: int) -> None:
+        if len(self.ids) < blocks:
+            raise BindError(f"{self.group} has {len(self.ids)} places, {blocks} are needed")
+
+    def holes(self, low: int, high: int) -> Intervals:
+        """The tokens of places without a block, among the places of the tokens [low, high)."""
+        if self.whole:
+            return NOTHING
+        tokens = self.group.tokens
+        first, stop = low // tokens, -(-high // tokens)
+        at = first + np.flatnonzero(self.ids[first:stop] == HOLE)
+        return at * tokens, (at + 1) * tokens
+
+
+class _Range(NamedTuple):
     """Tokens of one need in one group: copied intervals, the first one wanted, the first that its layers really read."""
 
     copied: Intervals
@@ -139,11 +184,73 @@ class _Range:
 class _Ranges:
     """What a request loads into each group of the consumer, and the consumer's tables by group."""
 
-    tables: dict[int, Ids] = field(default_factory=dict)
+    tables: dict[int, _Listed] = field(default_factory=dict)
     needs: dict[tuple[int, int], _Range] = field(default_factory=dict)
     loaded: dict[int, tuple[int, int]] = field(default_factory=dict)
     holes: dict[int, Intervals] = field(default_factory=dict)
     unhashable: dict[int, list[Ints]] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Ends:
+    """One side of a tile's runs: where each lies in tile 0 of block 0, and the lane that it travels by."""
+
+    def __init__(self, region: Ints, offset: Ints, lane: Ints, lanes: Sequence[Lane]) -> None:
+        used, self._which = np.unique(lane, return_inverse=True)
+        self._region, self._offset = region, offset[:, None]
+        self._lanes = [lanes[index] for index in used.tolist()]
+
+    def at(self, block: Ids, tile: Ids) -> tuple[Ints, Ints]:
+        """Region and offset of every run at every tile."""
+        block, tile = block.astype(np.int64, copy=False), tile.astype(np.int64, copy=False)
+        rows = [_far(lane, block, tile) for lane in self._lanes]
+        moved = rows[0] if len(rows) == 1 else np.array(rows)[self._which]
+        return self._region.repeat(len(block)), (moved + self._offset).reshape(-1)
+
+
+class _Tile:
+    """The runs of one tile of a grain, with what follows from the plan alone."""
+
+    def __init__(self, grain: Grain, lanes: Sequence[Lane]) -> None:
+        self.columns = expanded(grain.runs)
+        self.bytes = int(self.columns.length.sum())
+        self._lanes = lanes
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def at(self, tiles: Tiles) -> tuple[Ints, ...]:
+        """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged."""
+        tiles, length = self._long(tiles)
+        return (*self._there.at(tiles.src_block, tiles.src_tile), *self._here.at(tiles.dst_block, tiles.dst_tile), length)
+
+    def filled(self, block: Ids, tile: Ids) -> tuple[Ints, ...]:
+        """As `at`, of a fill: both of its sides are the destination."""
+        tiles, length = self._long(Tiles(block, tile, block, tile))
+        return (*self._here.at(tiles.dst_block, tiles.dst_tile), length)
+
+    def _long(self, tiles: Tiles) -> tuple[Tiles, Ints]:
+        """The tiles, and the lengths of all runs at each: consecutive blocks are one where all runs fill their blocks, before
+        runs multiply them."""
+        if not self._fills_blocks:
+            return tiles, self.columns.length.repeat(len(tiles.src_block))
+        tiles, joined = _consecutive(tiles)
+        return tiles, (self.columns.length[:, None] * joined).reshape(-1)
+
+    @cached_property
+    def _there(self) -> _Ends:
+        return _Ends(self.columns.src_region, self.columns.src_offset, self.columns.src_lane, self._lanes)
+
+    @cached_property
+    def _here(self) -> _Ends:
+        return _Ends(self.columns.dst_region, self.columns.dst_offset, self.columns.dst_lane, self._lanes)
+
+    @cached_property
+    def _fills_blocks(self) -> bool:
+        """Whether a tile is a whole block on either side, and every run as long as blocks are apart: only then are blocks
+        whose ids follow each other one stretch of memory. A tile of a block has neighbours in its own block."""
+        apart = np.array([lane.block_stride if size(lane.digits) == 1 else 0 for lane in self._lanes], np.int64)
+        sides = self.columns.src_lane, self.columns.dst_lane
+        return all(np.array_equal(self.columns.length, apart[side]) for side in sides)
 
 
 class Binder:
@@ -156,20 +263,25 @@ class Binder:
 
     def __init__(self, plan: Plan, spare: int = 0) -> None:
         self.plan = plan
-        self._edges = tuple(tuple(expanded(grain.runs) for grain in edge.grains) for edge in plan.edges)
-        self._fills = tuple(tuple(expanded(grain.runs) for grain in fill.grains) for fill in plan.fills)
-        self._strides = np.array([lane.block_stride for lane in plan.lanes], np.int64)
-        self._whole = np.array([size(lane.digits) == 1 for lane in plan.lanes], bool)
-        self._src_groups: dict[int, Group] = {}
+        self._edges = tuple(tuple(_Tile(grain, plan.lanes) for grain in edge.grains) for edge in plan.edges)
+        self._fills = tuple(tuple(_Tile(grain, plan.lanes) for grain in fill.grains) for fill in plan.fills)
+        self._src_groups: dict[int, _Paged] = {}
         for edge in plan.edges:
-            group = plan.sources[edge.source].group(edge.src_group)
+            group = _Paged.of("producer", plan.sources[edge.source].group(edge.src_group))
             known = self._src_groups.setdefault(edge.src_group, group)
             if group.blocks < known.blocks:
                 self._src_groups[edge.src_group] = group
-        self._dst_groups = {g.id: g for g in plan.consumer.groups}
+        self._dst_groups = {g.id: _Paged.of("consumer", g) for g in plan.consumer.groups}
         self._grains = tuple(tuple(grain.tokens for grain in edge.grains) for edge in plan.edges)
+        self._fill_grains = tuple(tuple(grain.tokens for grain in fill.grains) for fill in plan.fills)
+        alike: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        # By edge, the first that has the same tiles, whatever their sources are.
+        self._alike = tuple(
+            alike.setdefault((e.dst_group, e.need, grains), i)
+            for i, (e, grains) in enumerate(zip(plan.edges, self._grains, strict=True))
+        )
         self._loaded_groups = {e.dst_group for e in plan.edges}
-        self._filled_groups = {f.group for f in plan.fills} - self._loaded_groups
+        self._known_groups = [self._dst_groups[g] for g in sorted(self._loaded_groups | {f.group for f in plan.fills})]
         self._ends = self._whole_ends(spare) if spare else {}
 
     @classmethod
@@ -191,7 +303,7 @@ class Binder:
             (tokens, *finer) = sizes.pop() if len(sizes) == 1 else (0,)
             if tokens and single and finer and finer[-1] == self.plan.needs[key[1]].per_entry == 1:
                 saved = sum(len(self._edges[i][-1]) - 1 for i in edges)
-                out[key] = tokens, spare * saved // sum(int(self._edges[i][-1].length.sum()) for i in edges)
+                out[key] = tokens, spare * saved // sum(self._edges[i][-1].bytes for i in edges)
         return out
 
     def bind(self, request: Request) -> Binding:
@@ -200,7 +312,7 @@ class Binder:
         self._load(request, ranges)
         parts: list[list[tuple[Ints, ...]]] = [[] for _ in self.plan.sources]
         for (i, level), placed in tiles.items():
-            parts[self.plan.edges[i].source].append(self._place(self._edges[i][level], placed))
+            parts[self.plan.edges[i].source].append(self._edges[i][level].at(placed))
         copies = tuple(Copies(*_merged(columns)) for columns in parts)
         return Binding(copies, self._fill(request, ranges), self._unhashable(ranges), self._useful(request, ranges))
 
@@ -208,7 +320,7 @@ class Binder:
         """What `bind` says, with the copies left as tiles."""
         tiles, ranges = self._tiles(request)
         self._load(request, ranges)
-        moved = sum(int(self._edges[i][level].length.sum()) * len(t.src_block) for (i, level), t in tiles.items())
+        moved = sum(self._edges[i][level].bytes * len(t.src_block) for (i, level), t in tiles.items())
         return Loading(tiles, self._fill(request, ranges), self._unhashable(ranges), moved)
 
     def runs(self, request: Request) -> int:
@@ -232,136 +344,132 @@ class Binder:
 
     def _tiles(self, request: Request) -> tuple[dict[tuple[int, int], Tiles], _Ranges]:
         ranges = _Ranges()
-        counts = (request.start, request.tokens)
-        if not all(isinstance(count, (int, np.integer)) for count in counts) or not 0 <= request.start <= request.tokens:
+        counts = isinstance(request.start, _WHOLE) and isinstance(request.tokens, _WHOLE)
+        if not counts or not 0 <= request.start <= request.tokens:
             raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range of whole tokens")
         if request.start == request.tokens:
             return {}, ranges
-        src = {g: _table(request.src, group, "producer") for g, group in self._src_groups.items()}
-        for group in (self._dst_groups[g] for g in self._read_groups(request)):
-            ranges.tables[group.id] = _table(request.dst, group, "consumer")
+        src = {g: _listed(request.src, group) for g, group in self._src_groups.items()}
+        for group in self._known_groups:
+            if group.id not in self._loaded_groups and group.id not in request.dst:
+                continue
+            ranges.tables[group.id] = _listed(request.dst, group)
             if group.tokens and request.start % group.tokens:
                 raise BindError(
                     f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
                 )
-        _one_group_each(self._overlay_there, src, "producer")
-        distinct = _one_group_each(self._overlay_here, ranges.tables, "consumer")
+        _one_group_each(self._overlay_there, src)
+        distinct = _one_group_each(self._overlay_here, ranges.tables)
         for group_id, table in ranges.tables.items():
-            if group_id not in distinct and _repeats(table):
-                raise BindError(f"the consumer's block table of group {group_id} names a block twice")
+            if group_id not in distinct and _repeats(table.ids):
+                raise BindError(f"{table.group} names a block twice")
         out: dict[tuple[int, int], Tiles] = {}
-        known: dict[tuple[int, int, tuple[int, ...]], list[Tiles]] = {}
-        for i, edge in enumerate(self.plan.edges):
-            alike = edge.dst_group, edge.need, self._grains[i]
-            if alike not in known:
-                known[alike] = self._tiled(request, edge, self._grains[i], src[edge.src_group], ranges)
-            for level, tiles in enumerate(known[alike]):
-                if len(tiles.src_block):
-                    out[i, level] = tiles
+        known: dict[int, dict[int, Tiles]] = {}
+        for i, first in enumerate(self._alike):
+            if first == i:
+                edge = self.plan.edges[i]
+                known[i] = self._tiled(request, edge, self._grains[i], src[edge.src_group], ranges)
+            for level, tiles in known[first].items():
+                out[i, level] = tiles
         return out, ranges
 
     @cached_property
     def _overlay_here(self) -> Overlay:
         """Of the consumer's groups. Fills have all bytes of a group for tokens; of a state, only what is not copied."""
         claims = defaultdict(list)
-        for fill, columns in zip(self.plan.fills, self._fills, strict=True):
-            claims[fill.group].append(_claim_here(columns[0]))
-        for edge, columns in zip(self.plan.edges, self._edges, strict=True):
+        for fill, tiles in zip(self.plan.fills, self._fills, strict=True):
+            claims[fill.group].append(_claim_here(tiles[0].columns))
+        for edge, tiles in zip(self.plan.edges, self._edges, strict=True):
             if edge.grains[0].tokens == 0:
-                claims[edge.dst_group].append(_claim_here(columns[0]))
+                claims[edge.dst_group].append(_claim_here(tiles[0].columns))
         return Overlay(claims, {g: group.blocks for g, group in self._dst_groups.items()}, self.plan.lanes)
 
     @cached_property
     def _overlay_there(self) -> Overlay:
         """Of the producer's groups, as far as they are read."""
         claims = defaultdict(list)
-        for edge, columns in zip(self.plan.edges, self._edges, strict=True):
-            found = columns[0]
+        for edge, tiles in zip(self.plan.edges, self._edges, strict=True):
+            found = tiles[0].columns
             claim = Claim(edge.source, found.src_region, found.src_offset, found.length, found.src_lane)
             claims[edge.src_group].append(claim)
         return Overlay(claims, {g: group.blocks for g, group in self._src_groups.items()}, self.plan.lanes)
 
-    def _tiled(self, request: Request, edge: Edge, grains: Sequence[int], there: Ids, ranges: _Ranges) -> list[Tiles]:
-        """The tiles of an edge by level; those of other sources' edges of the same need and grains are the same."""
+    def _tiled(self, request: Request, edge: Edge, grains: Sequence[int], there: _Listed, ranges: _Ranges) -> dict[int, Tiles]:
+        """The tiles of an edge by level, where there are any; those of other sources' edges of the same need and grains are
+        the same."""
         here = ranges.tables[edge.dst_group]
         if grains[0] == 0:
-            return [Tiles(there, _ORIGIN, here, _ORIGIN)]
-        found = self._range(request, edge, there, here, ranges)
-        src_tokens, dst_tokens = self._src_groups[edge.src_group].tokens, self._dst_groups[edge.dst_group].tokens
-        return [
-            Tiles(*_placed(there, cut, src_tokens // tokens), *_placed(here, cut, dst_tokens // tokens))
-            for tokens, cut in zip(grains, cut_at(found.copied, grains), strict=True)
-        ]
+            return {0: Tiles(there.ids, _ORIGIN, here.ids, _ORIGIN)}
+        copied = self._range(request, edge, there, here, ranges).copied
+        return {
+            level: Tiles(*_placed(there, cut, grains[level]), *_placed(here, cut, grains[level]))
+            for level, cut in enumerate(cut_at(copied, grains))
+            if len(cut[0])
+        }
 
     def _load(self, request: Request, ranges: _Ranges) -> None:
         """Note which blocks of the consumer are loaded, and their holes: what fills look at."""
-        for group, table in ((self._dst_groups[g], table) for g, table in ranges.tables.items()):
+        lows: dict[int, int] = {}
+        for (group_id, _), found in ranges.needs.items():
+            lows[group_id] = min(found.low, lows.get(group_id, found.low))
+        for group_id, table in ranges.tables.items():
+            group = table.group
             if not group.tokens:
-                ranges.loaded[group.id] = (0, 0)
+                ranges.loaded[group_id] = (0, 0)
                 continue
-            wanted = [r.low for (g, _), r in ranges.needs.items() if g == group.id]
-            low = min(wanted, default=max(request.start, group.keeps.first_needed(request.tokens)))
+            low = lows[group_id] if group_id in lows else max(request.start, group.keeps.first_needed(request.tokens))
             stop = -(-request.tokens // group.tokens)
-            first = low // group.tokens
-            _covers(table, stop, group, "consumer")
-            ranges.loaded[group.id] = (first * group.tokens, stop * group.tokens)
-            ranges.holes[group.id] = _holes(table, first, stop, group.tokens)
+            table.insist(stop)
+            ranges.loaded[group_id] = loaded = (low // group.tokens * group.tokens, stop * group.tokens)
+            ranges.holes[group_id] = table.holes(*loaded)
 
-    def _read_groups(self, request: Request) -> list[int]:
-        return sorted(self._loaded_groups | {group for group in self._filled_groups if group in request.dst})
-
-    def _range(self, request: Request, edge: Edge, there: Ids, here: Ids, ranges: _Ranges) -> _Range:
+    def _range(self, request: Request, edge: Edge, there: _Listed, here: _Listed, ranges: _Ranges) -> _Range:
         """The tokens to copy for an edge's need; ranks of one producer agree on them, so they are found once."""
         known = ranges.needs.get((edge.dst_group, edge.need))
         if known is not None:
             return known
-        need, group = self.plan.needs[edge.need], self._dst_groups[edge.dst_group]
-        source = self._src_groups[edge.src_group]
-        first, low, high = _wanted(need, group, request)
+        need = self.plan.needs[edge.need]
+        first, low, high = _wanted(need, here.group, request)
         tokens, most = self._ends.get((edge.dst_group, edge.need), (1, 0))
         missing = -high % tokens
         high += missing if low < high and missing <= most else 0
-        sides = ((there, source, "producer"), (here, group, "consumer"))
-        for table, side, name in sides:
-            _covers(table, -(-high // side.tokens), side, name)
-        if all(_whole(table, side, low, high) for table, side, _ in sides):
-            copied = interval(low, high)
-        else:
-            for table, side, name in sides:
-                _no_holes(table, side, first, min(high, request.tokens), need, name)
-            copied = self._copied(request, source, group, there, here, low, high, ranges)
+        for table in (there, here):
+            table.insist(-(-high // table.group.tokens))
+        absent, bad, copied = there.holes(low, high), here.holes(low, high), interval(low, high)
+        if len(absent[0]) or len(bad[0]):
+            for table in (there, here):
+                _no_holes(table, first, min(high, request.tokens), need)
+            self._lose(request, here, absent, low, ranges)
+            copied = subtract(low, high, union(absent, bad))
         found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, low, first)
         return found
 
-    def _copied(
-        self, request: Request, source: Group, group: Group, there: Ids, here: Ids, low: int, high: int, ranges: _Ranges
-    ) -> Intervals:
-        """[low, high) less what has a hole on either side; blocks that lack something must not be found by their hash."""
-        bad = [_holes(t, low // g.tokens, -(-high // g.tokens), g.tokens) for t, g in ((there, source), (here, group))]
-        if group.hashed and len(bad[0][0]):
+    def _lose(self, request: Request, here: _Listed, absent: Intervals, low: int, ranges: _Ranges) -> None:
+        """Blocks of the consumer that lack what the producer has no block for must not be found by their hash."""
+        group = here.group
+        if group.hashed and len(absent[0]):
             # A block that is not full yet is only ever found by longer requests, and those look back less far.
             full = request.tokens // group.tokens
-            lost = integers(np.maximum(bad[0][0], low) // group.tokens, -(-bad[0][1] // group.tokens))
+            lost = integers(np.maximum(absent[0], low) // group.tokens, -(-absent[1] // group.tokens))
             lost = np.unique(lost[lost < full])
-            ranges.unhashable[group.id].append(lost[here[lost] != HOLE])
-        return subtract(low, high, union(*bad))
+            ranges.unhashable[group.id].append(lost[here.ids[lost] != HOLE])
 
     def _fill(self, request: Request, ranges: _Ranges) -> Fills:
         parts: list[tuple[Ints, ...]] = []
-        for i, fill in enumerate(self.plan.fills):
+        for fill, tiles, grains in zip(self.plan.fills, self._fills, self._fill_grains, strict=True):
             if fill.group not in ranges.loaded:
                 continue
-            group = self._dst_groups[fill.group]
             table = ranges.tables[fill.group]
-            if not group.tokens:
-                parts.append(self._place(self._fills[i][0], Tiles(table, _ORIGIN, table, _ORIGIN)))
+            if not table.group.tokens:
+                parts.append(tiles[0].filled(table.ids, _ORIGIN))
                 continue
-            grains = [grain.tokens for grain in fill.grains]
             for level, cut in enumerate(cut_at(self._filled(fill, ranges), grains)):
-                block, tile = _placed(table, cut, group.tokens // grains[level])
-                if len(block):
-                    parts.append(self._place(self._fills[i][level], Tiles(block, tile, block, tile)))
-        _, _, region, offset, length = _merged(parts)
+                if len(cut[0]):
+                    parts.append(tiles[level].filled(*_placed(table, cut, grains[level])))
+        if not parts:
+            return _NO_FILLS
+        region, offset, length = _joined(parts)
+        offset, _, length, region = merge(offset, offset, length, region)
         return Fills(region, offset, length)
 
     def _filled(self, fill: Fill, ranges: _Ranges) -> Intervals:
@@ -375,41 +483,9 @@ class Binder:
             bad = union(bad, ranges.needs[fill.group, fill.need].copied)
         return subtract(*ranges.loaded[fill.group], bad)
 
-    def _place(self, columns: Columns, tiles: Tiles) -> tuple[Ints, ...]:
-        """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged.
-
-        Where all runs fill their blocks, consecutive blocks are merged before runs multiply them.
-        """
-        if self._fills_blocks(columns):
-            tiles, joined = _consecutive(tiles)
-            length = columns.length[:, None] * joined
-        else:
-            length = np.broadcast_to(columns.length[:, None], (len(columns), len(tiles.src_block)))
-        src = self._moved(columns.src_lane, tiles.src_block, tiles.src_tile) + columns.src_offset[:, None]
-        dst = self._moved(columns.dst_lane, tiles.dst_block, tiles.dst_tile) + columns.dst_offset[:, None]
-        count = len(tiles.src_block)
-        return (
-            np.repeat(columns.src_region, count), src.reshape(-1),
-            np.repeat(columns.dst_region, count), dst.reshape(-1),
-            length.reshape(-1),
-        )  # fmt: skip
-
-    def _fills_blocks(self, columns: Columns) -> bool:
-        """Whether a tile is a whole block on either side, and every run as long as blocks are apart: only then are blocks
-        whose ids follow each other one stretch of memory. A tile of a block has neighbours in its own block."""
-        lanes = columns.src_lane, columns.dst_lane
-        return all(np.array_equal(columns.length, self._strides[side]) and self._whole[side].all() for side in lanes)
-
-    def _moved(self, lanes: Ints, block: Ids, tile: Ids) -> Ints:
-        used, which = np.unique(lanes, return_inverse=True)
-        block = block.astype(np.int64, copy=False)
-        rows = np.empty((len(used), len(block)), np.int64)
-        for row, index in enumerate(used.tolist()):
-            lane = self.plan.lanes[index]
-            rows[row] = block * lane.block_stride + offsets(lane.digits, tile)
-        return rows[which]
-
     def _unhashable(self, ranges: _Ranges) -> dict[int, Ints]:
+        if not ranges.unhashable:
+            return {}
         merged = {group: np.unique(np.concatenate(found)) for group, found in ranges.unhashable.items()}
         return {group: lost for group, lost in merged.items() if len(lost)}
 
@@ -417,7 +493,7 @@ class Binder:
         """Bytes that the consumer's layers will read, of those that are copied."""
         total = 0.0
         for i, edge in enumerate(self.plan.edges):
-            entry = int(self._edges[i][-1].length.sum())
+            entry = self._edges[i][-1].bytes
             found = ranges.needs.get((edge.dst_group, edge.need))
             if edge.grains[0].tokens == 0:
                 total += entry if request.start < request.tokens else 0
@@ -431,11 +507,22 @@ def bind(plan: Plan, request: Request) -> Binding:
     return Binder(plan).bind(request)
 
 
+def _far(lane: Lane, block: Ints, tile: Ints) -> Ints:
+    """How far a lane leads at every tile."""
+    far = block * lane.block_stride
+    for stride, digit in split(lane.digits, tile):
+        far += digit * stride
+    return far
+
+
+def _joined(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, ...]:
+    return parts[0] if len(parts) == 1 else tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+
+
 def _merged(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     if not parts:
-        empty = np.empty(0, np.int64)
-        return empty, empty, empty, empty, empty
-    src_region, src, dst_region, dst, length = (np.concatenate(c) for c in zip(*parts, strict=True))
+        return _NONE, _NONE, _NONE, _NONE, _NONE
+    src_region, src, dst_region, dst, length = _joined(parts)
     src, dst, length, src_region, dst_region = merge(src, dst, length, src_region, dst_region)
     return src_region, src, dst_region, dst, length
 
@@ -448,18 +535,25 @@ def _consecutive(tiles: Tiles) -> tuple[Tiles, Ints]:
     return Tiles(tiles.src_block[first], tiles.src_tile[first], tiles.dst_block[first], tiles.dst_tile[first]), count
 
 
-def _table(tables: Mapping[int, Table], group: Group, name: str) -> Ids:
+def _listed(tables: Mapping[int, Table], group: _Paged) -> _Listed:
     """A group's table, every block id checked against the group."""
     if group.id not in tables:
-        raise BindError(f"the {name}'s block table of group {group.id} is missing")
-    found = _numbers(tables[group.id])
+        raise BindError(f"{group} is missing")
+    given = tables[group.id]
+    if type(given) is int and 0 <= given < group.blocks:
+        return _Listed(group, np.array([given], group.ids), True)
+    found = _numbers(given)
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
-        raise BindError(f"the {name}'s block table of group {group.id} is not a list of block ids")
-    if not _inside(found, group.blocks):
-        raise BindError(f"the {name}'s block table of group {group.id} has ids outside [0, {group.blocks})")
-    if not group.tokens and (len(found) != 1 or found[0] == HOLE):
-        raise BindError(f"group {group.id} is paged by state: the {name} must name the one block that holds it")
-    return found.astype(np.int32 if group.blocks <= _NARROW else np.int64, copy=False)
+        raise BindError(f"{group} is not a list of block ids")
+    if len(found) > 1:
+        least, most = int(found[found.argmin()]), int(found[found.argmax()])
+    else:
+        least = most = found.item() if len(found) else 0
+    if least < HOLE or most >= group.blocks:
+        raise BindError(f"{group} has ids outside [0, {group.blocks})")
+    if not group.tokens and (len(found) != 1 or least == HOLE):
+        raise BindError(f"group {group.id} is paged by state: the {group.side} must name the one block that holds it")
+    return _Listed(group, found if found.dtype == group.ids else found.astype(group.ids), least != HOLE)
 
 
 def _numbers(given: Table) -> npt.NDArray[Any]:
@@ -473,23 +567,17 @@ def _numbers(given: Table) -> npt.NDArray[Any]:
     return found.reshape(1) if found.ndim == 0 else found
 
 
-def _inside(table: npt.NDArray[Any], blocks: int) -> bool:
-    """Whether all ids are a block's or HOLE."""
-    if len(table) == 1:
-        return HOLE <= int(table[0]) < blocks
-    return not len(table) or (int(table.min()) >= HOLE and int(table.max()) < blocks)
-
-
 def _repeats(table: Ids) -> bool:
     """Whether a block is named twice."""
     if len(table) < 2 or (len(table) > _SHORT and (table[1:] > table[:-1]).all()):
         return False
-    ordered = np.sort(table)
+    ordered = table.copy()
+    ordered.sort()
     same = ordered[1:] == ordered[:-1]
-    return bool(same.any()) and int(ordered[1:][same].max()) != HOLE
+    return bool(np.count_nonzero(same)) and int(ordered[1:][same].max()) != HOLE
 
 
-def _wanted(need: Need, group: Group, request: Request) -> tuple[int, int, int]:
+def _wanted(need: Need, group: _Paged, request: Request) -> tuple[int, int, int]:
     """The first token that the need's layers will read, and the interval to copy, in whole entries.
 
     A block that will be found by its hash must be whole, however little of it this request reads.
@@ -515,69 +603,58 @@ def _claim_here(columns: Columns) -> Claim:
     return Claim(0, columns.dst_region, columns.dst_offset, columns.length, columns.dst_lane)
 
 
-def _one_group_each(overlay: Overlay, tables: Mapping[int, Ids], name: str) -> set[int]:
+def _one_group_each(overlay: Overlay, tables: Mapping[int, _Listed]) -> set[int]:
     """Refuse a block that is in the tables of two groups that overlay each other: what one wrote there, the other lost.
     The groups that were seen to name each block once, too."""
     distinct: set[int] = set()
     for cluster in overlay.clusters:
-        found = [tables[group] for group in cluster if group in tables]
+        found = [tables[group].ids for group in cluster if group in tables]
         if len(found) < 2:
             continue
         if not _repeats(np.concatenate(found)):
             distinct.update(cluster)
             continue
-        clash = overlay.clash(tables)
+        clash = overlay.clash({group: table.ids for group, table in tables.items()})
         if clash is not None:
             block, one, other = clash
             raise BindError(
-                f"the {name}'s block tables of groups {one} and {other} both name block {block}, and these groups share its "
-                "memory: a block belongs to one group at a time"
+                f"the {tables[one].group.side}'s block tables of groups {one} and {other} both name block {block}, and these "
+                "groups share its memory: a block belongs to one group at a time"
             )
     return distinct
 
 
-def _covers(table: Ids, blocks: int, group: Group, name: str) -> None:
-    if len(table) < blocks:
-        raise BindError(f"the {name}'s block table of group {group.id} has {len(table)} places, {blocks} are needed")
-
-
-def _whole(table: Ids, group: Group, low: int, high: int) -> bool:
-    """Whether every place of the tokens [low, high) has a block."""
-    tokens = group.tokens
-    places = table[low // tokens : -(-high // tokens)]
-    return not len(places) or int(places.min()) != HOLE
-
-
-def _no_holes(table: Ids, group: Group, first: int, stop: int, need: Need, name: str) -> None:
+def _no_holes(table: _Listed, first: int, stop: int, need: Need) -> None:
     if first >= stop:
         return
-    low, high = first // group.tokens, -(-stop // group.tokens)
-    holes = np.flatnonzero(table[low:high] == HOLE)
+    holes, _ = table.holes(first, stop)
     if len(holes):
-        at = (low + int(holes[0])) * group.tokens
+        at, group = int(holes[0]), table.group
         raise BindError(
-            f"{need.layers[0]}: the {name} has no block for tokens [{at}, {at + group.tokens}) in group {group.id}, "
+            f"{need.layers[0]}: the {group.side} has no block for tokens [{at}, {at + group.tokens}) in group {group.id}, "
             f"but tokens [{first}, {stop}) are needed"
         )
 
 
-def _holes(table: Ids, first: int, stop: int, tokens: int) -> Intervals:
-    at = first + np.flatnonzero(table[first:stop] == HOLE)
-    return at * tokens, (at + 1) * tokens
-
-
-def _placed(table: Ids, cut: Intervals, per_block: int) -> tuple[Ids, Ids]:
-    """Block id and place in the block of the tiles that are numbered `cut`, `per_block` of them to a block."""
+def _placed(table: _Listed, cut: Intervals, tokens: int) -> tuple[Ids, Ids]:
+    """Block id and place in the block of the tiles of so many tokens that are numbered `cut`; there are some."""
+    ids, per_block = table.ids, table.group.tokens // tokens
     low, high = cut
-    if not len(low):
-        return table[:0], table[:0]
     if len(low) > 1:
         at = integers(low, high)
         place = at // per_block
-        return table[place], (at - place * per_block).astype(table.dtype, copy=False)
+        return ids[place], (at - place * per_block).astype(ids.dtype, copy=False)
     start, stop = int(low[0]), int(high[0])
     first = start // per_block
-    blocks = table[first : -(-stop // per_block)]
+    blocks = ids[first : -(-stop // per_block)]
     inside = slice(start - first * per_block, stop - first * per_block)
-    places = np.tile(np.arange(per_block, dtype=table.dtype), len(blocks))
-    return np.repeat(blocks, per_block)[inside], places[inside]
+    places = _places(per_block, 1 << (len(blocks) - 1).bit_length(), ids.dtype)
+    return (blocks if per_block == 1 else blocks.repeat(per_block))[inside], places[inside]
+
+
+@lru_cache(maxsize=256)
+def _places(per_block: int, blocks: int, dtype: np.dtype[Any]) -> Ids:
+    """The places of all tiles of so many blocks; asked for by powers of two, so that a few answers serve all requests."""
+    found = np.tile(np.arange(per_block, dtype=dtype), blocks)
+    found.setflags(write=False)
+    return found
