@@ -17,7 +17,7 @@ from kvferry.manifest.codec import decode, encode
 from kvferry.plan import Binder, Fleet, Plan, Request, Tiles, make_plans
 from kvferry.session import Words
 from kvferry.session.reference import Lease
-from kvferry.strategy import HostMover
+from kvferry.strategy import HostMover, cost
 from kvferry.strategy.cost import Way, usual
 from kvferry.strategy.gathering import MARK, SLOT_S, Ask, Free, Introduction, pack
 from kvferry.strategy.landing import AGAIN_S, DetouredRead
@@ -32,6 +32,7 @@ from kvferry.strategy.staging import (
     PINNED_CUT,
     Cut,
     Offer,
+    Rings,
     host_staging,
     page_of,
     sized,
@@ -187,6 +188,7 @@ def world(
     budgets: tuple[int, int] = (1 << 17, 1 << 17),
     timeout_s: float = 30.0,
     wire: type[InProcessTransport] = InProcessTransport,
+    rings: tuple[Rings, Rings] = ("both", "both"),
 ) -> World:
     case = case or model_case("synthetic-12", "tp=1,layout=token", "tp=2")
     harbour, clock = Harbour(), Clock()
@@ -194,9 +196,9 @@ def world(
     gatherer, scatterer = LateMover(), LateMover()
     wires = [wire(name, harbour, clock=clock, timeout_s=timeout_s) for name in "pd"]
     settings_ = forced(way, timeout_s)
-    source = Scattered(wires[0], host_staging(budgets[0]), gatherer, settings_, clock)
+    source = Scattered(wires[0], host_staging(budgets[0], rings[0]), gatherer, settings_, clock)
     source.register(there.storages)
-    target = Scattered(wires[1], host_staging(budgets[1]), scatterer, settings_, clock)
+    target = Scattered(wires[1], host_staging(budgets[1], rings[1]), scatterer, settings_, clock)
     target.register(here.storages)
     plan = make_plans([here.manifest], Fleet([there.manifest]))[0]
     expected = [buffer.copy() for buffer in here.buffers]
@@ -228,10 +230,78 @@ def test_a_load_arrives_whatever_the_budget_and_all_slots_come_back(way: Way, bu
 @pytest.mark.parametrize("cut", [HOST_CUT, PINNED_CUT, DEVICE_CUT], ids=["host", "pinned", "device"])
 @pytest.mark.parametrize("budget", [LEAST, 100_000, 1 << 20, 3 << 20, 1 << 30, 40 << 30])
 def test_both_rings_together_stay_within_the_budget(budget: int, cut: Cut) -> None:
-    slot, slots = sized(budget, cut)
-    assert 2 * slot * slots <= budget
-    assert slot % PAGE == 0
-    assert 2 <= slots <= 512
+    sizes = sized(budget, cut)
+    assert sizes.bytes == sizes.slot * (sizes.sending + sizes.landing) <= budget
+    assert sizes.slot % PAGE == 0
+    assert 2 <= sizes.sending == sizes.landing <= 512
+
+
+@pytest.mark.parametrize("cut", [HOST_CUT, PINNED_CUT, DEVICE_CUT], ids=["host", "pinned", "device"])
+@pytest.mark.parametrize("budget", [LEAST, 100_000, 1 << 20, 3 << 20, 1 << 30, 40 << 30])
+def test_a_ring_that_is_alone_has_the_whole_budget(budget: int, cut: Cut) -> None:
+    both, sending, landing = (sized(budget, cut, rings) for rings in ("both", "sending", "landing"))
+    assert sending.landing == landing.sending == 0
+    assert (sending.slot, sending.sending) == (landing.slot, landing.landing)
+    assert both.bytes <= landing.bytes <= budget
+    assert landing.slot % PAGE == 0
+    assert 4 <= landing.landing <= 512
+
+
+@pytest.mark.parametrize("way", ["packed", "staged"])
+def test_one_that_only_sends_and_one_that_only_lands_have_a_ring_each_of_their_whole_budget(way: Way) -> None:
+    made = world(way=way, rings=("sending", "landing"))
+    read = made.read()
+    assert made.finish(read) == [State.DONE]
+    assert made.right
+    assert made.target.carried == {way: 1}
+    assert made.target.release(read)
+    assert made.all_back()
+    usual = world(way=way)
+    assert (made.source.landing.slots, made.target.gathering.free) == (0, 0)
+    assert made.source.gathering.free == made.target.landing.slots == 2 * usual.target.landing.slots
+
+
+def test_an_end_without_a_ring_to_send_from_makes_no_offer_and_hears_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    made = world(rings=("landing", "both"))
+    assert made.source.metadata() == made.source._wire.metadata()
+    with caplog.at_level("INFO", "kvferry.strategy"):
+        prepared = made.prepare()
+        read = made.target.read(prepared, made.tiles)
+    assert "cannot go packed (it does not gather: it has no ring to send from)" in caplog.text
+    assert made.target.poll(read) is State.DONE
+    assert made.target.carried == {"direct": 1}
+    made.source.gathering.hear(pack(Free(made.source.gathering.offer.secret, (1,))))
+    assert made.source.gathering.refused == 1
+    assert "this end only reads, and has no ring to send from" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["packed", "staged"])
+def test_an_end_without_a_ring_to_land_in_reads_by_descriptors_or_says_what_is_missing(
+    way: Way, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = world(way=way, rings=("both", "sending"))
+    with caplog.at_level("INFO", "kvferry.strategy"):
+        prepared = made.prepare()
+    assert f"cannot go {way} (this end only sends, and has no ring to land in" in caplog.text
+    assert made.target.poll(made.target.read(prepared, made.tiles)) is State.DONE
+    assert made.right
+    assert made.target.carried == {"direct": 1}
+
+    def refuse(*_: object) -> None:
+        raise TransportError("more descriptors than there may be")
+
+    monkeypatch.setattr(made.wire, "prepare", refuse)
+    with pytest.raises(TransportError, match=f"more descriptors.*nor can it go {way}: this end only sends, and has no ring"):
+        made.prepare()
+
+
+def test_what_a_load_costs_follows_from_the_shorter_slots_and_the_smaller_ring() -> None:
+    for budgets in ((LEAST, 1 << 23), (1 << 23, LEAST)):
+        made = world(budgets=budgets)
+        prepared = made.prepare()
+        load = cost.through(prepared.detours["packed"].detour, made.tiles)
+        assert load.staged > 2 * PAGE
+        assert prepared.costs(made.tiles)["packed"] == cost.packed_s(load, RATES, PAGE, 2)
 
 
 @given(st.integers(1, 1 << 14), st.integers(1, 1 << 14))

@@ -118,7 +118,8 @@ class _Order:
 
 
 class Gathering:
-    """`storages` are those that may be gathered from: whoever registers more adds to them."""
+    """`storages` are those that may be gathered from: whoever registers more adds to them. Without a ring to send from there is
+    no offer to be made, and nobody is heard."""
 
     def __init__(
         self,
@@ -133,8 +134,10 @@ class Gathering:
         self._slot_s, self._clock = slot_s, clock
         ring = staging.sending
         board, secret = boards.storage.address, secrets.token_bytes(SECRET)
-        self.offer = Offer(ring.address, ring.memory, ring.device, staging.slot, staging.slots, board, secret)
-        self._slots = Slots(staging.slots)
+        slots = staging.sizes.sending
+        self.offers = slots > 0
+        self.offer = Offer(ring.address, ring.memory, ring.device, staging.slot, slots, board, secret)
+        self._slots = Slots(slots)
         self._plans: OrderedDict[bytes, _Known] = OrderedDict()
         self._queue: deque[_Order] = deque()
         self._orders: dict[int, _Order] = {}
@@ -161,6 +164,8 @@ class Gathering:
             logger.log(level, "%d. message of a consumer that cannot be served: %s", self.refused, error)
 
     def _hear(self, data: bytes) -> None:
+        if not self.offers:
+            raise TransportError("nothing is gathered here: this end only reads, and has no ring to send from")
         message = msgspec.msgpack.decode(data[len(MARK) :], type=Message)
         if not hmac.compare_digest(message.secret, self.offer.secret):
             raise TransportError("it does not know this end's secret: it is of another start, or nobody's")

@@ -143,7 +143,7 @@ class Landing:
     ) -> None:
         self._wire, self._staging, self._boards, self._mover = wire, staging, boards, mover
         self._timeout_s, self._clock = timeout_s, clock
-        self._slots = Slots(staging.slots)
+        self._slots = Slots(staging.sizes.landing)
         self._limbo: list[tuple[Read, int]] = []
         self._looks: list[tuple[Read, int]] = []
         self._freed: dict[Source, list[int]] = {}
@@ -178,11 +178,17 @@ class Landing:
         else:
             self._slots.give(slot)
 
+    def require(self) -> None:
+        """Raises TransportError where there is no ring to land in."""
+        if not self._slots.count:
+            raise TransportError("this end only sends, and has no ring to land in; give it the role of one that reads as well")
+
     def room(self, offer: Offer) -> int:
         """Bytes of a piece that fit a slot on either side."""
         return min(offer.slot, self._staging.slot)
 
     def meet(self, peer: str, offer: Offer) -> Source:
+        self.require()
         note = self._boards.take_note()
         try:
             ring = self._wire.prepare(ring_plan(offer, self._staging), 0, peer)

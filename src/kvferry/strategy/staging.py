@@ -1,8 +1,9 @@
 """Memory that scattered bytes pass through: a ring of slots to send from, one to land in, and words that say what is in a slot.
 
-The two rings have equal slots and share a budget that is never exceeded. They lie on the device or in host memory. The words
-always lie in host memory: a slot's word is the ticket of what was gathered into it, from when that is complete until the slot
-is given to something else. Whoever reads a slot reads the board of words before, to find its ticket, and again after.
+The two rings have equal slots and share a budget that is never exceeded; an end that only sends, or only lands, has one ring
+and all of the budget in it. They lie on the device or in host memory. The words always lie in host memory: a slot's word is
+the ticket of what was gathered into it, from when that is complete until the slot is given to something else. Whoever reads a
+slot reads the board of words before, to find its ticket, and again after.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _NOTES: Final = 64
 
 Words = npt.NDArray[np.int64]
 Memory = Literal["dram", "vram"]
+Rings = Literal["both", "sending", "landing"]
+"""Which rings an end has."""
 SECRET: Final = 16
 Secret = Annotated[bytes, Meta(min_length=SECRET, max_length=SECRET)]
 
@@ -68,44 +71,61 @@ class Offer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     secret: Secret
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a slot, and how many the ring to send from has and the ring to land in; one that is not there has none."""
+
+    slot: int
+    sending: int
+    landing: int
+
+    @property
+    def bytes(self) -> int:
+        return self.slot * (self.sending + self.landing)
+
+
 @dataclass(frozen=True, eq=False)
 class Staging:
-    """Both rings in one storage, the ring to send from first; `keep` is whatever owns the memory."""
+    """The rings in one storage, the ring to send from first; `keep` is whatever owns the memory."""
 
     storage: Storage
-    slot: int
-    slots: int
+    sizes: Sizes
     keep: Any = None
     cut: Cut = HOST_CUT
 
     @property
+    def slot(self) -> int:
+        return self.sizes.slot
+
+    @property
     def sending(self) -> Storage:
-        return self._half(0)
+        return self._ring(0, self.sizes.sending)
 
     @property
     def landing(self) -> Storage:
-        return self._half(1)
+        return self._ring(self.sizes.sending, self.sizes.landing)
 
-    def _half(self, index: int) -> Storage:
-        length = self.slot * self.slots
-        return Storage(self.storage.address + index * length, length, self.storage.memory, self.storage.device)
+    def _ring(self, first: int, slots: int) -> Storage:
+        of = self.storage
+        return Storage(of.address + first * self.slot, slots * self.slot, of.memory, of.device)
 
 
-def sized(budget: int, cut: Cut = HOST_CUT) -> tuple[int, int]:
-    """Bytes of a slot, and slots of either ring, so that both rings together stay within a budget."""
+def sized(budget: int, cut: Cut = HOST_CUT, rings: Rings = "both") -> Sizes:
+    """Rings that together stay within a budget: equal ones, or the one that there is."""
     if budget < LEAST:
         raise TransportError(f"{budget:,} bytes of staging are too few: give {LEAST:,} at least")
-    half = budget // 2
-    slot = max(min(cut.longest, half // cut.slots), half // _MOST_SLOTS, PAGE) // PAGE * PAGE
-    return slot, min(half // slot, _MOST_SLOTS)
+    ring = budget // 2 if rings == "both" else budget
+    slot = max(min(cut.longest, ring // cut.slots), ring // _MOST_SLOTS, PAGE) // PAGE * PAGE
+    slots = min(ring // slot, _MOST_SLOTS)
+    return Sizes(slot, slots if rings != "landing" else 0, slots if rings != "sending" else 0)
 
 
-def host_staging(budget: int = BUDGET) -> Staging:
-    slot, slots = sized(budget)
-    memory = np.empty(2 * slot * slots + PAGE, np.uint8)
+def host_staging(budget: int = BUDGET, rings: Rings = "both") -> Staging:
+    sizes = sized(budget, rings=rings)
+    memory = np.empty(sizes.bytes + PAGE, np.uint8)
     memory.fill(0)  # Pages that nobody has touched yet would cost the first loads more than their bytes.
     address = int(memory.ctypes.data)
-    return Staging(Storage(address + -address % PAGE, 2 * slot * slots), slot, slots, memory)
+    return Staging(Storage(address + -address % PAGE, sizes.bytes), sizes, memory)
 
 
 class Slots:
