@@ -237,12 +237,13 @@ def test_both_rings_together_stay_within_the_budget(budget: int, cut: Cut) -> No
 
 
 @pytest.mark.parametrize("cut", [HOST_CUT, PINNED_CUT, DEVICE_CUT], ids=["host", "pinned", "device"])
-@pytest.mark.parametrize("budget", [LEAST, 100_000, 1 << 20, 3 << 20, 1 << 30, 40 << 30])
+@pytest.mark.parametrize("budget", [LEAST, 100_000, 1 << 20, 3 << 20, 1 << 30, 5_260_000_000, 40 << 30])
 def test_a_ring_that_is_alone_has_the_whole_budget(budget: int, cut: Cut) -> None:
     both, sending, landing = (sized(budget, cut, rings) for rings in ("both", "sending", "landing"))
     assert sending.landing == landing.sending == 0
     assert (sending.slot, sending.sending) == (landing.slot, landing.landing)
-    assert both.bytes <= landing.bytes <= budget
+    assert min(both.bytes, landing.bytes) >= 0.9 * budget - 2 * PAGE
+    assert max(both.bytes, landing.bytes) <= budget
     assert landing.slot % PAGE == 0
     assert 4 <= landing.landing <= 512
 
@@ -311,6 +312,16 @@ def test_slots_of_either_ring_are_so_many_whole_pages_and_few_of_them_where_that
     assert page % PAGE == theirs * PAGE % page == ours * PAGE % page == 0
     if theirs == ours and theirs % 256 == 0:
         assert 128 <= theirs * PAGE // page < 256
+
+
+CUTS = st.sampled_from([HOST_CUT, PINNED_CUT, DEVICE_CUT])
+BUDGETS = st.integers(LEAST, 1 << 36)
+
+
+@given(BUDGETS, BUDGETS, CUTS, CUTS)
+def test_slots_of_any_two_ends_are_read_by_few_pages(theirs: int, ours: int, cut: Cut, other: Cut) -> None:
+    one, two = sized(theirs, cut, "sending").slot, sized(ours, other, "landing").slot
+    assert min(one, two) // page_of(Offer(0, "dram", 0, one, 1, 0, b"s" * 16), two) < 256
 
 
 def test_too_small_a_budget_is_refused() -> None:
