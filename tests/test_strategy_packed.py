@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +39,7 @@ from kvferry.strategy.staging import (
     page_of,
     sized,
 )
+from kvferry.strategy.turns import turn
 from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State
 from kvferry.transport.contract import Prepared, Read
@@ -348,6 +351,97 @@ def test_a_read_that_alone_is_asked_after_ends_though_others_hold_all_slots() ->
     for _ in range(500):
         made.turn([last])
     assert last.state is State.DONE
+
+
+def ends_of(made: World, loads: Sequence[dict[tuple[int, int], Tiles]]) -> list[int]:
+    """After how many rounds each of several loads is done that begin together; in each a slot carries one piece."""
+    prepared = made.prepare()
+    reads = [made.target.read(prepared, tiles) for tiles in loads]
+    ends = [0] * len(reads)
+    for number in range(1, 3000):
+        made.source.notifications()
+        for index, read in enumerate(reads):
+            if not ends[index] and made.target.poll(read) is State.DONE:
+                ends[index] = number
+        if all(ends):
+            break
+    assert all(made.target.release(read) for read in reads)
+    assert made.right
+    assert made.all_back()
+    return ends
+
+
+def part_of(made: World, tiles: int) -> dict[tuple[int, int], Tiles]:
+    """The first so many tiles of every grain."""
+    columns = ("src_block", "src_tile", "dst_block", "dst_tile")
+    return {key: Tiles(*(getattr(found, name)[:tiles] for name in columns)) for key, found in made.tiles.items()}
+
+
+def test_loads_of_one_size_end_one_after_the_other_and_the_first_as_if_it_were_all_but_alone() -> None:
+    alone, *_ = ends_of(world(budgets=(1 << 18, 1 << 17)), [world().tiles])
+    made = world(budgets=(1 << 18, 1 << 17))
+    assert made.target.landing.slots == 4
+    ends = ends_of(made, [made.tiles] * 12)
+    assert ends == sorted(ends)
+    assert ends[0] <= alone * 4 / 3 + 1
+    assert ends[5] <= ends[-1] * 0.6
+
+
+def test_a_short_load_behind_long_ones_ends_long_before_them() -> None:
+    made = world(budgets=(1 << 18, LEAST))
+    *long, short = ends_of(made, [*[made.tiles] * 6, part_of(made, 1)])
+    assert short < long[0] / 2
+
+
+@pytest.mark.parametrize("way", ["packed", "staged"])
+@settings(max_examples=8, deadline=None)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=24), pages=st.integers(4, 12), room=st.integers(4, 12))
+def test_loads_of_any_sizes_all_end_however_few_slots_there_are(way: Way, sizes: list[int], pages: int, room: int) -> None:
+    """With one that is whole, since what is compared in the end is all of it."""
+    made = world(way=way, budgets=(pages * PAGE, room * PAGE))
+    ends = ends_of(made, [*(part_of(made, size) for size in sizes), made.tiles])
+    assert all(ends)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_turns_leave_a_slot_to_those_behind_and_nobody_is_forgotten(sizes: list[int], slots: int, random: Random) -> None:
+    """Pieces that end in any order, and loads that begin at any time."""
+    coming = list(enumerate(sizes))
+    left: dict[int, int] = {}
+    held: dict[int, int] = {}
+    flying: list[int] = []
+    for _ in range(10 * (sum(sizes) + len(sizes))):
+        if coming and random.random() < 0.3:
+            index, size = coming.pop(0)
+            left[index], held[index] = size, 0
+        while len(flying) < slots and (waiting := [index for index in left if left[index]]):
+            chosen = waiting[turn([(held[index], left[index]) for index in waiting], slots)]
+            assert chosen == waiting[0] or held[waiting[0]] >= slots - 1 >= 1
+            assert len(waiting) == 1 or slots == 1 or chosen != waiting[0] or held[chosen] < slots - 1
+            left[chosen] -= 1
+            held[chosen] += 1
+            flying.append(chosen)
+        if flying:
+            held[flying.pop(random.randrange(len(flying)))] -= 1
+    assert not coming
+    assert not any(left.values())
+
+
+def test_where_all_are_asked_after_in_turn_none_is_looked_at_by_everybody_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world(budgets=(1 << 18, 1 << 17))
+    prepared = made.prepare()
+    reads = [made.read(prepared) for _ in range(40)]
+    begun = 0
+
+    def counting(*given: Any) -> Read:
+        nonlocal begun
+        begun += 1
+        return InProcessTransport.read(made.wire, *given)
+
+    monkeypatch.setattr(made.wire, "read", counting)
+    for read in reads:
+        made.target.poll(read)
+    assert 1 <= begun <= made.target.landing.slots
 
 
 def test_a_word_is_set_when_the_gather_is_complete_and_not_before() -> None:
