@@ -21,7 +21,7 @@ from kvferry.session import Words
 from kvferry.session.reference import Lease
 from kvferry.strategy import HostMover, cost
 from kvferry.strategy.cost import Way, usual
-from kvferry.strategy.gathering import MARK, SLOT_S, Ask, Free, Introduction, pack
+from kvferry.strategy.gathering import AWAKE_S, MARK, SLOT_S, Ask, Free, Introduction, pack
 from kvferry.strategy.landing import AGAIN_S, DetouredRead
 from kvferry.strategy.movers import Over, Ticket
 from kvferry.strategy.moves import Bound
@@ -456,6 +456,21 @@ def test_a_word_is_set_when_the_gather_is_complete_and_not_before() -> None:
         ticket.done = True
     assert made.finish(read) == [State.DONE]
     assert made.right
+
+
+def test_a_producer_expects_for_a_moment_that_it_is_asked_again() -> None:
+    made = world()
+    assert not made.source.hurried
+    read = made.read()
+    assert made.finish(read) == [State.DONE]
+    made.source.notifications()
+    gathering = made.source.gathering
+    assert gathering.free == len(gathering._words)
+    assert made.source.hurried
+    made.clock.now += AWAKE_S / 2
+    assert made.source.hurried
+    made.clock.now += AWAKE_S
+    assert not made.source.hurried
 
 
 def test_a_gather_that_moved_too_little_is_never_offered() -> None:
