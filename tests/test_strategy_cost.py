@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,12 +15,14 @@ from ferrying import manifests_of, request_of
 from kvferry.models import Side, load_model
 from kvferry.plan import Binder, Fleet, Request, make_plans
 from kvferry.plan.detour import packed, staged
-from kvferry.strategy import HostMover, cost
+from kvferry.strategy import HostMover, cost, probing
 from kvferry.strategy.cost import PACKED_ROUNDS, STAGED_ROUNDS, Copying, Counter, Counts, Rates, Through, Way, Wire
 from kvferry.strategy.forecast import USUAL, forecasts
 from kvferry.strategy.landing import piece_bytes
 from kvferry.strategy.probing import copying_of
-from kvferry.strategy.staging import DEVICE_CUT, HOST_CUT, PAGE, PINNED_CUT, host_staging
+from kvferry.strategy.scattered import Scattered, Settings
+from kvferry.strategy.staging import DEVICE_CUT, HOST_CUT, PAGE, PINNED_CUT, Rings, host_staging, sized
+from kvferry.transport import Harbour, InProcessTransport
 from test_transfer_properties import cases
 from transport_suite import dense_case, model_case
 
@@ -99,6 +103,37 @@ def test_pieces_fit_a_slot_and_small_loads_are_one(staged: int, slot: int) -> No
         assert -(-staged // piece) <= 4 or piece == slot
         if staged <= min(slot, cut.shortest):
             assert piece >= staged
+
+
+@pytest.mark.parametrize(
+    ("staged", "rings", "pieces"), [(512 << 20, "landing", 1), (4_200_000_000, "landing", 4), (512 << 20, "both", 1)]
+)
+def test_a_prompt_goes_through_a_device_in_few_pieces_which_are_all_under_way_at_once(
+    staged: int, rings: Rings, pieces: int
+) -> None:
+    """Prompts of 4k and of 32k tokens, at 128 KiB a token, through 4 GiB."""
+    sizes = sized(4 << 30, DEVICE_CUT, rings)
+    assert -(-staged // piece_bytes(staged, sizes.slot, DEVICE_CUT)) == pieces <= sizes.landing
+
+
+def test_what_is_read_to_learn_what_a_path_costs_is_no_whole_slot_if_that_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "_LENGTH", 1 << 16)
+    monkeypatch.setattr(probing, "_LONG", 1 << 17)
+    monkeypatch.setattr(probing, "_SOON_S", 60.0)
+    lengths: list[int] = []
+
+    class Noting(InProcessTransport):
+        def read(self, prepared: Any, tiles: Any, notification: bytes = b"") -> Any:
+            read = super().read(prepared, tiles, notification)
+            lengths.append(int(read.runs[2].sum()))
+            return read
+
+    harbour = Harbour()
+    wires = InProcessTransport("p", harbour), Noting("d", harbour)
+    source, target = (Scattered(wire, host_staging(1 << 23), HostMover(), Settings(("packed",))) for wire in wires)
+    found = target.rates(target.connect(source.metadata()))
+    assert found.wire.byte_s != cost.WIRES[found.path].byte_s
+    assert max(lengths) == 1 << 17 < host_staging(1 << 23).slot
 
 
 def test_pieces_overlap_and_a_small_ring_is_waited_for() -> None:

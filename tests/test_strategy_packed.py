@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +19,9 @@ from kvferry.manifest.codec import decode, encode
 from kvferry.plan import Binder, Fleet, Plan, Request, Tiles, make_plans
 from kvferry.session import Words
 from kvferry.session.reference import Lease
-from kvferry.strategy import HostMover
+from kvferry.strategy import HostMover, cost
 from kvferry.strategy.cost import Way, usual
-from kvferry.strategy.gathering import MARK, SLOT_S, Ask, Free, Introduction, pack
+from kvferry.strategy.gathering import AWAKE_S, MARK, SLOT_S, Ask, Free, Introduction, pack
 from kvferry.strategy.landing import AGAIN_S, DetouredRead
 from kvferry.strategy.movers import Over, Ticket
 from kvferry.strategy.moves import Bound
@@ -32,10 +34,12 @@ from kvferry.strategy.staging import (
     PINNED_CUT,
     Cut,
     Offer,
+    Rings,
     host_staging,
     page_of,
     sized,
 )
+from kvferry.strategy.turns import turn
 from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State
 from kvferry.transport.contract import Prepared, Read
@@ -187,6 +191,7 @@ def world(
     budgets: tuple[int, int] = (1 << 17, 1 << 17),
     timeout_s: float = 30.0,
     wire: type[InProcessTransport] = InProcessTransport,
+    rings: tuple[Rings, Rings] = ("both", "both"),
 ) -> World:
     case = case or model_case("synthetic-12", "tp=1,layout=token", "tp=2")
     harbour, clock = Harbour(), Clock()
@@ -194,9 +199,9 @@ def world(
     gatherer, scatterer = LateMover(), LateMover()
     wires = [wire(name, harbour, clock=clock, timeout_s=timeout_s) for name in "pd"]
     settings_ = forced(way, timeout_s)
-    source = Scattered(wires[0], host_staging(budgets[0]), gatherer, settings_, clock)
+    source = Scattered(wires[0], host_staging(budgets[0], rings[0]), gatherer, settings_, clock)
     source.register(there.storages)
-    target = Scattered(wires[1], host_staging(budgets[1]), scatterer, settings_, clock)
+    target = Scattered(wires[1], host_staging(budgets[1], rings[1]), scatterer, settings_, clock)
     target.register(here.storages)
     plan = make_plans([here.manifest], Fleet([there.manifest]))[0]
     expected = [buffer.copy() for buffer in here.buffers]
@@ -228,10 +233,79 @@ def test_a_load_arrives_whatever_the_budget_and_all_slots_come_back(way: Way, bu
 @pytest.mark.parametrize("cut", [HOST_CUT, PINNED_CUT, DEVICE_CUT], ids=["host", "pinned", "device"])
 @pytest.mark.parametrize("budget", [LEAST, 100_000, 1 << 20, 3 << 20, 1 << 30, 40 << 30])
 def test_both_rings_together_stay_within_the_budget(budget: int, cut: Cut) -> None:
-    slot, slots = sized(budget, cut)
-    assert 2 * slot * slots <= budget
-    assert slot % PAGE == 0
-    assert 2 <= slots <= 512
+    sizes = sized(budget, cut)
+    assert sizes.bytes == sizes.slot * (sizes.sending + sizes.landing) <= budget
+    assert sizes.slot % PAGE == 0
+    assert 2 <= sizes.sending == sizes.landing <= 512
+
+
+@pytest.mark.parametrize("cut", [HOST_CUT, PINNED_CUT, DEVICE_CUT], ids=["host", "pinned", "device"])
+@pytest.mark.parametrize("budget", [LEAST, 100_000, 1 << 20, 3 << 20, 1 << 30, 5_260_000_000, 40 << 30])
+def test_a_ring_that_is_alone_has_the_whole_budget(budget: int, cut: Cut) -> None:
+    both, sending, landing = (sized(budget, cut, rings) for rings in ("both", "sending", "landing"))
+    assert sending.landing == landing.sending == 0
+    assert (sending.slot, sending.sending) == (landing.slot, landing.landing)
+    assert min(both.bytes, landing.bytes) >= 0.9 * budget - 2 * PAGE
+    assert max(both.bytes, landing.bytes) <= budget
+    assert landing.slot % PAGE == 0
+    assert 4 <= landing.landing <= 512
+
+
+@pytest.mark.parametrize("way", ["packed", "staged"])
+def test_one_that_only_sends_and_one_that_only_lands_have_a_ring_each_of_their_whole_budget(way: Way) -> None:
+    made = world(way=way, rings=("sending", "landing"))
+    read = made.read()
+    assert made.finish(read) == [State.DONE]
+    assert made.right
+    assert made.target.carried == {way: 1}
+    assert made.target.release(read)
+    assert made.all_back()
+    usual = world(way=way)
+    assert (made.source.landing.slots, made.target.gathering.free) == (0, 0)
+    assert made.source.gathering.free == made.target.landing.slots == 2 * usual.target.landing.slots
+
+
+def test_an_end_without_a_ring_to_send_from_makes_no_offer_and_hears_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    made = world(rings=("landing", "both"))
+    assert made.source.metadata() == made.source._wire.metadata()
+    with caplog.at_level("INFO", "kvferry.strategy"):
+        prepared = made.prepare()
+        read = made.target.read(prepared, made.tiles)
+    assert "cannot go packed (it does not gather: it has no ring to send from)" in caplog.text
+    assert made.target.poll(read) is State.DONE
+    assert made.target.carried == {"direct": 1}
+    made.source.gathering.hear(pack(Free(made.source.gathering.offer.secret, (1,))))
+    assert made.source.gathering.refused == 1
+    assert "this end only reads, and has no ring to send from" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["packed", "staged"])
+def test_an_end_without_a_ring_to_land_in_reads_by_descriptors_or_says_what_is_missing(
+    way: Way, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = world(way=way, rings=("both", "sending"))
+    with caplog.at_level("INFO", "kvferry.strategy"):
+        prepared = made.prepare()
+    assert f"cannot go {way} (this end only sends, and has no ring to land in" in caplog.text
+    assert made.target.poll(made.target.read(prepared, made.tiles)) is State.DONE
+    assert made.right
+    assert made.target.carried == {"direct": 1}
+
+    def refuse(*_: object) -> None:
+        raise TransportError("more descriptors than there may be")
+
+    monkeypatch.setattr(made.wire, "prepare", refuse)
+    with pytest.raises(TransportError, match=f"more descriptors.*nor can it go {way}: this end only sends, and has no ring"):
+        made.prepare()
+
+
+def test_what_a_load_costs_follows_from_the_shorter_slots_and_the_smaller_ring() -> None:
+    for budgets in ((LEAST, 1 << 23), (1 << 23, LEAST)):
+        made = world(budgets=budgets)
+        prepared = made.prepare()
+        load = cost.through(prepared.detours["packed"].detour, made.tiles)
+        assert load.staged > 2 * PAGE
+        assert prepared.costs(made.tiles)["packed"] == cost.packed_s(load, RATES, PAGE, 2)
 
 
 @given(st.integers(1, 1 << 14), st.integers(1, 1 << 14))
@@ -241,6 +315,16 @@ def test_slots_of_either_ring_are_so_many_whole_pages_and_few_of_them_where_that
     assert page % PAGE == theirs * PAGE % page == ours * PAGE % page == 0
     if theirs == ours and theirs % 256 == 0:
         assert 128 <= theirs * PAGE // page < 256
+
+
+CUTS = st.sampled_from([HOST_CUT, PINNED_CUT, DEVICE_CUT])
+BUDGETS = st.integers(LEAST, 1 << 36)
+
+
+@given(BUDGETS, BUDGETS, CUTS, CUTS)
+def test_slots_of_any_two_ends_are_read_by_few_pages(theirs: int, ours: int, cut: Cut, other: Cut) -> None:
+    one, two = sized(theirs, cut, "sending").slot, sized(ours, other, "landing").slot
+    assert min(one, two) // page_of(Offer(0, "dram", 0, one, 1, 0, b"s" * 16), two) < 256
 
 
 def test_too_small_a_budget_is_refused() -> None:
@@ -269,6 +353,97 @@ def test_a_read_that_alone_is_asked_after_ends_though_others_hold_all_slots() ->
     assert last.state is State.DONE
 
 
+def ends_of(made: World, loads: Sequence[dict[tuple[int, int], Tiles]]) -> list[int]:
+    """After how many rounds each of several loads is done that begin together; in each a slot carries one piece."""
+    prepared = made.prepare()
+    reads = [made.target.read(prepared, tiles) for tiles in loads]
+    ends = [0] * len(reads)
+    for number in range(1, 3000):
+        made.source.notifications()
+        for index, read in enumerate(reads):
+            if not ends[index] and made.target.poll(read) is State.DONE:
+                ends[index] = number
+        if all(ends):
+            break
+    assert all(made.target.release(read) for read in reads)
+    assert made.right
+    assert made.all_back()
+    return ends
+
+
+def part_of(made: World, tiles: int) -> dict[tuple[int, int], Tiles]:
+    """The first so many tiles of every grain."""
+    columns = ("src_block", "src_tile", "dst_block", "dst_tile")
+    return {key: Tiles(*(getattr(found, name)[:tiles] for name in columns)) for key, found in made.tiles.items()}
+
+
+def test_loads_of_one_size_end_one_after_the_other_and_the_first_as_if_it_were_all_but_alone() -> None:
+    alone, *_ = ends_of(world(budgets=(1 << 18, 1 << 17)), [world().tiles])
+    made = world(budgets=(1 << 18, 1 << 17))
+    assert made.target.landing.slots == 4
+    ends = ends_of(made, [made.tiles] * 12)
+    assert ends == sorted(ends)
+    assert ends[0] <= alone * 4 / 3 + 1
+    assert ends[5] <= ends[-1] * 0.6
+
+
+def test_a_short_load_behind_long_ones_ends_long_before_them() -> None:
+    made = world(budgets=(1 << 18, LEAST))
+    *long, short = ends_of(made, [*[made.tiles] * 6, part_of(made, 1)])
+    assert short < long[0] / 2
+
+
+@pytest.mark.parametrize("way", ["packed", "staged"])
+@settings(max_examples=8, deadline=None)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=24), pages=st.integers(4, 12), room=st.integers(4, 12))
+def test_loads_of_any_sizes_all_end_however_few_slots_there_are(way: Way, sizes: list[int], pages: int, room: int) -> None:
+    """With one that is whole, since what is compared in the end is all of it."""
+    made = world(way=way, budgets=(pages * PAGE, room * PAGE))
+    ends = ends_of(made, [*(part_of(made, size) for size in sizes), made.tiles])
+    assert all(ends)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_turns_leave_a_slot_to_those_behind_and_nobody_is_forgotten(sizes: list[int], slots: int, random: Random) -> None:
+    """Pieces that end in any order, and loads that begin at any time."""
+    coming = list(enumerate(sizes))
+    left: dict[int, int] = {}
+    held: dict[int, int] = {}
+    flying: list[int] = []
+    for _ in range(10 * (sum(sizes) + len(sizes))):
+        if coming and random.random() < 0.3:
+            index, size = coming.pop(0)
+            left[index], held[index] = size, 0
+        while len(flying) < slots and (waiting := [index for index in left if left[index]]):
+            chosen = waiting[turn([(held[index], left[index]) for index in waiting], slots)]
+            assert chosen == waiting[0] or held[waiting[0]] >= slots - 1 >= 1
+            assert len(waiting) == 1 or slots == 1 or chosen != waiting[0] or held[chosen] < slots - 1
+            left[chosen] -= 1
+            held[chosen] += 1
+            flying.append(chosen)
+        if flying:
+            held[flying.pop(random.randrange(len(flying)))] -= 1
+    assert not coming
+    assert not any(left.values())
+
+
+def test_where_all_are_asked_after_in_turn_none_is_looked_at_by_everybody_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world(budgets=(1 << 18, 1 << 17))
+    prepared = made.prepare()
+    reads = [made.read(prepared) for _ in range(40)]
+    begun = 0
+
+    def counting(*given: Any) -> Read:
+        nonlocal begun
+        begun += 1
+        return InProcessTransport.read(made.wire, *given)
+
+    monkeypatch.setattr(made.wire, "read", counting)
+    for read in reads:
+        made.target.poll(read)
+    assert 1 <= begun <= made.target.landing.slots
+
+
 def test_a_word_is_set_when_the_gather_is_complete_and_not_before() -> None:
     made = world()
     made.gatherer.late = True
@@ -281,6 +456,21 @@ def test_a_word_is_set_when_the_gather_is_complete_and_not_before() -> None:
         ticket.done = True
     assert made.finish(read) == [State.DONE]
     assert made.right
+
+
+def test_a_producer_expects_for_a_moment_that_it_is_asked_again() -> None:
+    made = world()
+    assert not made.source.hurried
+    read = made.read()
+    assert made.finish(read) == [State.DONE]
+    made.source.notifications()
+    gathering = made.source.gathering
+    assert gathering.free == len(gathering._words)
+    assert made.source.hurried
+    made.clock.now += AWAKE_S / 2
+    assert made.source.hurried
+    made.clock.now += AWAKE_S
+    assert not made.source.hurried
 
 
 def test_a_gather_that_moved_too_little_is_never_offered() -> None:

@@ -8,9 +8,12 @@ import pytest
 from engine import Setup
 from served import Engine, engines, side, sides
 from test_connector_caches import CASE, TOKENS, cross, one
+from vllm.config import KVTransferConfig
 
 from kvferry.engines.vllm.options import buffered, read_options
+from kvferry.engines.vllm.quay import rings_of, staging_around
 from kvferry.errors import SessionError
+from kvferry.transport import Harbour, InProcessTransport
 
 pytestmark = pytest.mark.vllm
 
@@ -68,6 +71,16 @@ def test_a_buffer_in_host_memory_is_staging_there_and_what_is_not_mapped_is_gath
     assert buffered(read_options({}), "cpu", "cpu") == read_options({})
     told = read_options({"staging": "device", "strategies": ["packed", "direct"]})
     assert buffered(told, "cpu", "cuda") == told
+
+
+@pytest.mark.parametrize(("role", "slots"), [("kv_producer", (8, 0)), ("kv_consumer", (0, 8)), ("kv_both", (8, 8))])
+def test_a_rank_has_the_rings_that_its_role_uses(role: Any, slots: tuple[int, int]) -> None:
+    options = read_options({"strategies": ["packed"], "staging_bytes": 1 << 20})
+    rings = rings_of(KVTransferConfig(kv_connector="KVFerryConnector", kv_role=role))
+    made = staging_around(InProcessTransport("e", Harbour()), None, 0, options, rings)
+    assert made is not None
+    assert (made.gathering.free, made.landing.slots) == slots
+    assert made.gathering.offer.slot * sum(slots) == 1 << 20
 
 
 @pytest.mark.parametrize(

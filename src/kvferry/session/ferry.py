@@ -45,7 +45,7 @@ _READ_S: Final = 0.0015
 """Between two calls that let others read from this rank, where no thread of the transport's does that: emulated paths move
 some megabytes at each, and connections take some calls to come about."""
 _HURRIED_S: Final = 0.0003
-"""Between two such calls while others wait for what this rank gathers for them."""
+"""Between two such calls while others wait for what this rank gathers for them, or have just fetched it."""
 _LENT_S: Final = 0.005
 """Between two looks at loads that the engine's own thread looks after."""
 _AT_LEAST: Final = 400e9

@@ -51,7 +51,7 @@ def _forecast(name: str, rates: Rates, loads: Sequence[tuple[Plan, Mapping[tuple
 
 
 def _costs(plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rates: Rates, budget: int) -> dict[Way, float]:
-    slot, slots = sized(budget, _cut(rates))
+    sizes = sized(budget, _cut(rates))
     load = Counter(plan, source).count(tiles)
     out: dict[Way, float] = {"direct": cost.direct_s(load, rates)}
     if rates.path in MAPPED:
@@ -59,8 +59,9 @@ def _costs(plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rate
     found = detours(plan, source, tiles, rates, budget)
     if found is not None:
         by_packing, by_covering = found
-        out["packed"] = cost.packed_s(by_packing, rates, piece_bytes(by_packing.staged, slot, _cut(rates)), slots)
-        out["staged"] = cost.staged_s(by_covering, rates, piece_bytes(by_covering.staged, slot, _cut(rates)))
+        piece = piece_bytes(by_packing.staged, sizes.slot, _cut(rates))
+        out["packed"] = cost.packed_s(by_packing, rates, piece, sizes.landing)
+        out["staged"] = cost.staged_s(by_covering, rates, piece_bytes(by_covering.staged, sizes.slot, _cut(rates)))
     return out
 
 
@@ -72,11 +73,12 @@ def detours(
     plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rates: Rates = USUAL["NIC"], budget: int = BUDGET
 ) -> tuple[Through, Through] | None:
     """A load by way of staging, packed and staged; None where the plan cannot go that way."""
-    slot, slots = sized(budget, _cut(rates))
+    sizes = sized(budget, _cut(rates))
+    slot = sizes.slot
     gap = int(min(slot // _PARTS, rates.wire.descriptor_s / max(rates.wire.byte_s, 1e-15)))
     try:
         by_packing = packed(plan, source, slot, slot // _PARTS)
-        by_covering = staged(plan, source, slot * slots, slot // _PARTS, gap)
+        by_covering = staged(plan, source, slot * sizes.landing, slot // _PARTS, gap)
     except TransportError:
         return None
     return cost.through(by_packing, tiles), cost.through(by_covering, tiles)

@@ -4,9 +4,10 @@
     staged                                           reading ──────────────────────────────> scattering ──> over
 
 A piece has its slot here before it is asked for, and gives it back when it is over: what has been asked for waits for nobody
-else. The producer's slot is given back as soon as the board was read again. Bytes off the wire land in slots, never in a
-request's blocks: a read that fails is safe once its own copies have ended, and a slot that something may still land in is
-kept apart until the transport has let go of it.
+else. Slots are given to reads in the order in which they were begun, whichever of them is asked after (`turns`). The producer's
+slot is given back as soon as the board was read again. Bytes off the wire land in slots, never in a request's blocks: a read
+that fails is safe once its own copies have ended, and a slot that something may still land in is kept apart until the transport
+has let go of it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvferry.strategy.gathering import Ask, Free, Introduction, pack
 from kvferry.strategy.movers import Mover, Ticket
 from kvferry.strategy.moves import Moves
 from kvferry.strategy.staging import Boards, Cut, Offer, Slots, Staging, Words, board_plan, noting, pages, ring_plan
+from kvferry.strategy.turns import turn
 from kvferry.transport.contract import Prepared, Read, State, Storage, Telemetry, Transport
 
 Way = Literal["packed", "staged"]
@@ -104,18 +106,23 @@ class Detoured:
 
 @dataclass(eq=False)
 class DetouredRead:
+    """`left`: bytes of staging that pieces will take which have not begun. `polled`: when it was last looked at, counted in
+    calls of `poll`."""
+
     detoured: Detoured
     tiles: Mapping[Key, Tiles]
     pieces: Pieces
     began: float
     moved_at: float
     room: int
+    left: int
     notification: bytes = b""
     flights: list[_Flight] = field(default_factory=list)
     ended: float = 0.0
     moved: int = 0
     size: int = 0
     runs: int = 0
+    polled: int = 0
     posting_s: float = 0.0
     state: State = State.RUNNING
     error: str = ""
@@ -143,11 +150,13 @@ class Landing:
     ) -> None:
         self._wire, self._staging, self._boards, self._mover = wire, staging, boards, mover
         self._timeout_s, self._clock = timeout_s, clock
-        self._slots = Slots(staging.slots)
+        self._slots = Slots(staging.sizes.landing)
         self._limbo: list[tuple[Read, int]] = []
         self._looks: list[tuple[Read, int]] = []
         self._freed: dict[Source, list[int]] = {}
-        self._running: set[DetouredRead] = set()
+        self._running: dict[DetouredRead, None] = {}
+        self._waiting: dict[DetouredRead, None] = {}
+        self._polls = 0
         self._moved_at = clock()
 
     @property
@@ -178,11 +187,17 @@ class Landing:
         else:
             self._slots.give(slot)
 
+    def require(self) -> None:
+        """Raises TransportError where there is no ring to land in."""
+        if not self._slots.count:
+            raise TransportError("this end only sends, and has no ring to land in; give it the role of one that reads as well")
+
     def room(self, offer: Offer) -> int:
         """Bytes of a piece that fit a slot on either side."""
         return min(offer.slot, self._staging.slot)
 
     def meet(self, peer: str, offer: Offer) -> Source:
+        self.require()
         note = self._boards.take_note()
         try:
             ring = self._wire.prepare(ring_plan(offer, self._staging), 0, peer)
@@ -231,20 +246,27 @@ class Landing:
         least = 2 * max((part.size for part in parts), default=0)
         staged = sum(part.size * counts.get(part.key, 0) for part in parts)
         room = min(most, max(least, piece_bytes(staged, most, self._staging.cut)))
-        read = DetouredRead(detoured, tiles, Pieces(parts, counts), now, now, room, notification)
+        read = DetouredRead(detoured, tiles, Pieces(parts, counts), now, now, room, staged, notification)
         read.size = sum(part.bytes * counts.get(part.key, 0) for part in parts)
-        self._running.add(read)
+        self._running[read] = None
+        if not read.pieces.over:
+            self._waiting[read] = None
         self.poll(read)
         read.posting_s = self._clock() - now
         return read
 
     def poll(self, read: DetouredRead) -> State:
-        """Moves the read on, and, where it waits for a slot, those that have one: nobody else may be asking after them."""
+        """Moves the read on, and, where it waits for a slot, those that have one and that nobody has asked after since the last
+        time: where all are asked after in turn, none is looked at by everybody who waits for it."""
+        self._polls += 1
+        before, read.polled = read.polled, self._polls
         self._attempt(read)
         if read.state is State.RUNNING and not read.flights:
-            for other in [it for it in self._running if it.flights]:
+            for other in [it for it in self._running if it.flights and it.polled <= before]:
+                other.polled = self._polls
                 self._attempt(other)
-            self._attempt(read)
+            if read.flights:
+                self._attempt(read)
         return read.state
 
     def _attempt(self, read: DetouredRead) -> None:
@@ -259,10 +281,15 @@ class Landing:
             waiting = sum(flight.stage is _Stage.ASKED for flight in read.flights)
             what = f"it has not gathered {waiting} pieces that it was asked for" if waiting else "nothing arrived"
             read.fail(f"{what} for {self._timeout_s:g} s: it is stopped, overloaded or unreachable")
+        self._see_off(read)
+
+    def _see_off(self, read: DetouredRead) -> None:
+        """One that is over takes no more turns, and gives up what it has if it failed."""
+        if read.state is not State.RUNNING:
+            self._running.pop(read, None)
+            self._waiting.pop(read, None)
         if read.state is State.FAILED:
             self._abandon(read)
-        if read.state is not State.RUNNING:
-            self._running.discard(read)
 
     def _advance(self, read: DetouredRead) -> None:
         """As far as it goes without waiting. For what was asked for the board is looked at once."""
@@ -271,7 +298,7 @@ class Landing:
             before = read.moved_at, len(read.flights), [flight.stage for flight in read.flights]
             for flight in tuple(read.flights):
                 self._move(read, flight)
-            self._embark(read)
+            self._embark()
             source = read.detoured.source
             if source is not None:
                 urgent = any(flight.stage is _Stage.CHECKING for flight in read.flights)
@@ -309,19 +336,22 @@ class Landing:
         source.seen = source.begun
         return True
 
-    def _embark(self, read: DetouredRead) -> None:
-        """Begin pieces while there are slots to land in, an equal share of them for every read that is under way."""
-        share = max(1, self._slots.count // max(1, len(self._running)))
-        while not read.pieces.over and len(read.flights) < share:
+    def _embark(self) -> None:
+        """Begin pieces while there are slots to land in, of whichever read it is the turn of."""
+        while self._waiting:
             slot = self._slots.take()
             if slot is None:
                 self.tidy()
                 return
+            waiting = tuple(self._waiting)
+            usable = self._slots.count - len({kept for _, kept in self._limbo})
+            read = waiting[turn([(len(it.flights), it.left) for it in waiting], usable)]
             try:
                 self._begin(read, slot)
-            except TransportError:
+            except TransportError as error:
                 self._slots.give(slot)
-                raise
+                read.fail(str(error))
+                self._see_off(read)
 
     def _begin(self, read: DetouredRead, slot: int) -> None:
         detoured, now = read.detoured, self._clock()
@@ -336,7 +366,10 @@ class Landing:
             flight = _Flight(piece, slot, _Stage.ASKED)
             self._ask(read, flight, detoured.source)
         read.flights.append(flight)
+        read.left -= piece.stop - piece.start
         read.moved_at = now
+        if read.pieces.over:
+            del self._waiting[read]
 
     def _ask(self, read: DetouredRead, flight: _Flight, source: Source) -> None:
         found = tiles_there(flight.piece, read.detoured.detour.parts, read.tiles)
@@ -441,9 +474,7 @@ class Landing:
 
     def release(self, read: DetouredRead) -> bool:
         read.fail("the read was given up here")
-        self._running.discard(read)
-        if read.state is State.FAILED:
-            self._abandon(read)
+        self._see_off(read)
         return not read.flights
 
     def tidy(self) -> None:

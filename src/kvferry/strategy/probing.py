@@ -23,7 +23,9 @@ LIMIT_S: Final = 0.25
 """In all. A producer that does not answer so soon is one whose numbers would be wrong."""
 _LENGTH: Final = 4 << 20
 _SOON_S: Final = 0.002
-"""What so many bytes take no longer than says more of the path's latency than of its bytes: a whole slot is read."""
+"""What so many bytes take no longer than says more of the path's latency than of its bytes: more of the slot is read."""
+_LONG: Final = 256 << 20
+"""A quarter of a millisecond at a device's own pace, and not too long at a NIC's for those who wait meanwhile."""
 _CRUMBS: Final = 1024
 """So many descriptors of a few bytes are read to learn what one costs: more than are posted in one go."""
 _CRUMB: Final = 32
@@ -47,7 +49,7 @@ def probed(
     if wire.path(source.peer).slow:
         raise TransportError(f"{wire.path(source.peer).name} moves while the producer looks at it")
     round_s = seconds(source.board, noting(source.note))
-    most = min(source.offer.slot, staging.slot)
+    most = min(source.offer.slot, staging.slot, _LONG)
     length = min(_LENGTH, most)
     if clock() <= started or length < 2 * _CRUMB * _CRUMBS:
         raise TransportError("slots are too small to tell")

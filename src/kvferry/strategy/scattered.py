@@ -67,15 +67,17 @@ class ScatteredPrepared:
     def costs(self, tiles: Mapping[tuple[int, int], Tiles]) -> dict[Way, float]:
         """Seconds that the load would take by each way."""
         out: dict[Way, float] = {}
-        slot, slots, cut = self.staging.slot, self.staging.slots, self.staging.cut
+        sizes, cut = self.staging.sizes, self.staging.cut
         if self.direct is not None:
             out["direct"] = cost.direct_s(self.counter.count(tiles), self.rates)
         for way, found in self.detours.items():
             load = cost.through(found.detour, tiles)
-            if way == "packed":
-                out[way] = cost.packed_s(load, self.rates, piece_bytes(load.staged, slot, cut), slots)
+            if found.source is not None:
+                offer = found.source.offer
+                piece = piece_bytes(load.staged, min(sizes.slot, offer.slot), cut)
+                out[way] = cost.packed_s(load, self.rates, piece, min(sizes.landing, offer.slots))
             else:
-                out[way] = cost.staged_s(load, self.rates, piece_bytes(load.staged, slot, cut))
+                out[way] = cost.staged_s(load, self.rates, piece_bytes(load.staged, sizes.slot, cut))
         return out
 
 
@@ -104,14 +106,14 @@ class Scattered:
     ) -> None:
         self._wire, self._settings, self._clock = wire, settings or Settings(), clock
         self._storages: list[Storage] = []
-        boards = Boards(staging.slots)
+        boards = Boards(staging.sizes.sending)
         self._staging = staging
         self.gathering = Gathering(staging, boards, mover, self._storages, self._settings.slot_s, clock)
         self.landing = Landing(wire, staging, boards, mover, self._settings.timeout_s, clock)
         self._wire.register([staging.storage, boards.storage])
         self._copying = self._settings.copying or cost.HOST
         if self._settings.copying is None and self._settings.rates is None and self._settings.ways != ("direct",):
-            self._copying = copying_of(mover, staging.landing)
+            self._copying = copying_of(mover, staging.landing if staging.sizes.landing else staging.sending)
         self._keep = boards
         self._offers: dict[str, _Connection] = {}
         self._sources: dict[str, Source] = {}
@@ -135,7 +137,9 @@ class Scattered:
         self._storages += storages
 
     def metadata(self) -> bytes:
-        """The transport's own, and the ring: an end without staging reads it all the same."""
+        """The transport's own, and the ring to send from, if there is one: an end without staging reads it all the same."""
+        if not self.gathering.offers:
+            return self._wire.metadata()
         own = open_metadata(self._wire.metadata())
         return encode_metadata(msgspec.structs.replace(own, more=msgspec.msgpack.encode(self.gathering.offer)))
 
@@ -160,12 +164,13 @@ class Scattered:
         if (counter.tile_runs == 1 and counter.tile_bytes <= _WORD) or self._settings.ways == ("direct",):
             return self._wire.prepare(plan, source, peer)
         direct: Prepared | None = None
-        reason = "it is forced"
+        reasons: list[str] = []
         try:
             direct = self._wire.prepare(plan, source, peer)
         except TransportError as error:
-            reason = str(error)
-            self._reach(plan, source, peer)
+            reasons.append(str(error))
+            if self._staging.sizes.landing:
+                self._reach(plan, source, peer)
         detours: dict[Way, Detoured] = {}
         for way in self._settings.ways:
             if way not in ("packed", "staged"):
@@ -174,10 +179,11 @@ class Scattered:
                 detours[way] = self._packed(plan, source, peer) if way == "packed" else self._staged(plan, source, peer)
             except (TransportError, DecodeError) as error:
                 self._say(f"what is read of peer {peer} cannot go {way} ({error})")
+                reasons.append(f"nor can it go {way}: {error}")
         if detours and "direct" not in self._settings.ways:
             direct = None
         if direct is None and not detours:
-            raise TransportError(f"peer {peer}: {reason}")
+            raise TransportError(f"peer {peer}: {'; '.join(reasons)}")
         rates = self.rates(peer)
         rows = direct.rows if direct is not None else sum(len(found.moves.pieces) for found in detours.values())
         return ScatteredPrepared(peer, rows, direct, detours, counter, rates, self._staging, self._connected(peer))
@@ -206,6 +212,7 @@ class Scattered:
 
     def _staged(self, plan: Plan, source: int, peer: str) -> Detoured:
         wire = self.rates(peer).wire
+        self.landing.require()
         landing, slot = self._staging.landing, self._staging.slot
         gap = int(min(slot // _PARTS, wire.descriptor_s / max(wire.byte_s, 1e-15)))
         detour = staged(plan, source, landing.length, slot // _PARTS, gap)
@@ -220,7 +227,7 @@ class Scattered:
         if peer not in self._sources:
             offer = self._connected(peer).offer
             if offer is None:
-                raise TransportError("it does not gather")
+                raise TransportError("it does not gather: it has no ring to send from")
             self._sources[peer] = self.landing.meet(peer, offer)
         return self._sources[peer]
 

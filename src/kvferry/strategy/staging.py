@@ -1,8 +1,9 @@
 """Memory that scattered bytes pass through: a ring of slots to send from, one to land in, and words that say what is in a slot.
 
-The two rings have equal slots and share a budget that is never exceeded. They lie on the device or in host memory. The words
-always lie in host memory: a slot's word is the ticket of what was gathered into it, from when that is complete until the slot
-is given to something else. Whoever reads a slot reads the board of words before, to find its ticket, and again after.
+The two rings have equal slots and share a budget that is never exceeded; an end that only sends, or only lands, has one ring
+and all of the budget in it. They lie on the device or in host memory. The words always lie in host memory: a slot's word is
+the ticket of what was gathered into it, from when that is complete until the slot is given to something else. Whoever reads a
+slot reads the board of words before, to find its ticket, and again after.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvferry.transport.contract import Storage
 PAGE: Final = 1 << 14
 """Slots are a multiple of it."""
 _PAGES: Final = 128
-"""Slots are read by pages, those that follow each other as one descriptor; there is no need for more of them in a slot."""
+"""Slots are read by pages, those that follow each other as one descriptor: by 128 to 255 in the shorter slot."""
 LEAST: Final = 4 * PAGE
 BUDGET: Final = 256 << 20
 _MOST_SLOTS: Final = 512
@@ -36,6 +37,8 @@ _NOTES: Final = 64
 
 Words = npt.NDArray[np.int64]
 Memory = Literal["dram", "vram"]
+Rings = Literal["both", "sending", "landing"]
+"""Which rings an end has."""
 SECRET: Final = 16
 Secret = Annotated[bytes, Meta(min_length=SECRET, max_length=SECRET)]
 
@@ -53,7 +56,9 @@ class Cut:
 
 HOST_CUT: Final = Cut(4 << 20, 8 << 20, 8)
 PINNED_CUT: Final = Cut(8 << 20, 64 << 20, 4)
-DEVICE_CUT: Final = Cut(256 << 20, 256 << 20, 4)
+DEVICE_CUT: Final = Cut(1 << 30, 1 << 30, 4)
+"""On an H200, in engines that decode meanwhile, a piece took its consumer's thread a millisecond or more, its producer's a
+quarter of one, and the device 0.2 ms for 256 MiB: a few calls, each of which waits for the interpreter, and few bytes."""
 
 
 class Offer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -68,44 +73,67 @@ class Offer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     secret: Secret
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a slot, and how many the ring to send from has and the ring to land in; one that is not there has none."""
+
+    slot: int
+    sending: int
+    landing: int
+
+    @property
+    def bytes(self) -> int:
+        return self.slot * (self.sending + self.landing)
+
+
 @dataclass(frozen=True, eq=False)
 class Staging:
-    """Both rings in one storage, the ring to send from first; `keep` is whatever owns the memory."""
+    """The rings in one storage, the ring to send from first; `keep` is whatever owns the memory."""
 
     storage: Storage
-    slot: int
-    slots: int
+    sizes: Sizes
     keep: Any = None
     cut: Cut = HOST_CUT
 
     @property
+    def slot(self) -> int:
+        return self.sizes.slot
+
+    @property
     def sending(self) -> Storage:
-        return self._half(0)
+        return self._ring(0, self.sizes.sending)
 
     @property
     def landing(self) -> Storage:
-        return self._half(1)
+        return self._ring(self.sizes.sending, self.sizes.landing)
 
-    def _half(self, index: int) -> Storage:
-        length = self.slot * self.slots
-        return Storage(self.storage.address + index * length, length, self.storage.memory, self.storage.device)
+    def _ring(self, first: int, slots: int) -> Storage:
+        of = self.storage
+        return Storage(of.address + first * self.slot, slots * self.slot, of.memory, of.device)
 
 
-def sized(budget: int, cut: Cut = HOST_CUT) -> tuple[int, int]:
-    """Bytes of a slot, and slots of either ring, so that both rings together stay within a budget."""
+def sized(budget: int, cut: Cut = HOST_CUT, rings: Rings = "both") -> Sizes:
+    """Rings that together stay within a budget: equal ones, or the one that there is."""
     if budget < LEAST:
         raise TransportError(f"{budget:,} bytes of staging are too few: give {LEAST:,} at least")
-    half = budget // 2
-    slot = max(min(cut.longest, half // cut.slots), half // _MOST_SLOTS, PAGE) // PAGE * PAGE
-    return slot, min(half // slot, _MOST_SLOTS)
+    ring = budget // 2 if rings == "both" else budget
+    slot = _round(ring // min(max(cut.slots, -(-ring // cut.longest)), _MOST_SLOTS, ring // PAGE))
+    slots = min(ring // slot, _MOST_SLOTS)
+    return Sizes(slot, slots if rings != "landing" else 0, slots if rings != "sending" else 0)
 
 
-def host_staging(budget: int = BUDGET) -> Staging:
-    slot, slots = sized(budget)
-    memory = np.empty(2 * slot * slots + PAGE, np.uint8)
+def _round(length: int) -> int:
+    """Down to a multiple of a power of two, by a thirtieth at most: slots of any two ends then have long pages in common."""
+    unit = max(PAGE, 1 << max(0, length.bit_length() - 6))
+    return length // unit * unit
+
+
+def host_staging(budget: int = BUDGET, rings: Rings = "both") -> Staging:
+    sizes = sized(budget, rings=rings)
+    memory = np.empty(sizes.bytes + PAGE, np.uint8)
     memory.fill(0)  # Pages that nobody has touched yet would cost the first loads more than their bytes.
     address = int(memory.ctypes.data)
-    return Staging(Storage(address + -address % PAGE, 2 * slot * slots), slot, slots, memory)
+    return Staging(Storage(address + -address % PAGE, sizes.bytes), sizes, memory)
 
 
 class Slots:

@@ -16,6 +16,7 @@ from kvferry.plan import Fills
 from kvferry.session import Words
 from kvferry.session.fills import Bytes, apply_fills
 from kvferry.strategy import HostMover, Mapped, Mover, SharedBytes, Strategies
+from kvferry.strategy.staging import Rings
 from kvferry.transport import NixlTransport, Storage
 
 if TYPE_CHECKING:
@@ -27,9 +28,12 @@ Done = Callable[[], bool]
 
 
 class Wharf:
-    """The registered storages of one rank, and whatever moves them. `tended`: others read from it only while it is called."""
+    """The registered storages of one rank, and whatever moves them. `rings`: those that it uses, where it has staging.
+    `tended`: others read from it only while it is called."""
 
-    def __init__(self, name: str, manifest: Manifest, options: Options, slots: int, identity: Identity) -> None:
+    def __init__(
+        self, name: str, manifest: Manifest, options: Options, slots: int, identity: Identity, rings: Rings = "both"
+    ) -> None:
         self._manifest = manifest
         self._shared: SharedBytes | None = None
         self._mover = _mover(manifest, options)
@@ -43,7 +47,7 @@ class Wharf:
             memory = self._shared.bytes
             mapped = Mapped([host, self._mover])
         self.words = Words(slots, identity, memory)
-        self.gathers = staging_around(direct, self._mover, manifest.regions[0].device, options)
+        self.gathers = staging_around(direct, self._mover, manifest.regions[0].device, options, rings)
         self.transport = Strategies(self.gathers or direct, mapped)
         self.tended = not direct.progresses or self.gathers is not None
         storages = [Storage(r.address, r.length, r.memory, r.device) for r in manifest.regions]
