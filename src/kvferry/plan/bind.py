@@ -289,6 +289,11 @@ class Binder:
         """As loads are bound that are served, and whatever foretells, shows or checks them."""
         return cls(plan, SPARE)
 
+    def ready(self) -> Binder:
+        """Itself, with everything found that follows from the plan, which the first request would wait for."""
+        _ = self._overlay_here, self._overlay_there
+        return self
+
     def _whole_ends(self, spare: int) -> dict[tuple[int, int], tuple[int, int]]:
         """By group and need: the tokens of a tile that is one run of several layers on either side, and how many of them may be
         moved without need. Layers that come from several stages may be a run each."""

@@ -330,7 +330,7 @@ class Ferry:
         if meeting.peer in self._peers:
             return
         try:
-            peer = self._peers[meeting.peer] = Peer(meeting, Binder.of_sessions(meeting.plans[self._rank]))
+            peer = self._peers[meeting.peer] = Peer(meeting, Binder.of_sessions(meeting.plans[self._rank]).ready())
         except Exception:
             logger.exception("nothing can be read from %s by rank %d", meeting.peer, self._rank)
             return

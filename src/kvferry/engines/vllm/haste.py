@@ -22,7 +22,7 @@ SHORT_S: Final = 0.008
 LOADS_A_STEP: Final = 24
 """Loads that one step takes on at least, in haste or not: of those that come together, the first need not wait until the last
 are ordered, and who decodes beside them waits for a few only."""
-LOAD_S: Final = 0.001
+LOAD_S: Final = 0.0005
 """About what a load costs the engine's thread: a long step takes on as many as would double it."""
 _REMEMBERED: Final = 16
 
