@@ -202,7 +202,7 @@ class _Ends:
     def at(self, block: Ids, tile: Ids) -> tuple[Ints, Ints]:
         """Region and offset of every run at every tile."""
         block, tile = block.astype(np.int64, copy=False), tile.astype(np.int64, copy=False)
-        rows = [_far(lane, block, tile) for lane in self._lanes]
+        rows = [travelled(lane, block, tile) for lane in self._lanes]
         moved = rows[0] if len(rows) == 1 else np.array(rows)[self._which]
         return self._region.repeat(len(block)), (moved + self._offset).reshape(-1)
 
@@ -507,8 +507,8 @@ def bind(plan: Plan, request: Request) -> Binding:
     return Binder(plan).bind(request)
 
 
-def _far(lane: Lane, block: Ints, tile: Ints) -> Ints:
-    """How far a lane leads at every tile."""
+def travelled(lane: Lane, block: Ints, tile: Ints) -> Ints:
+    """How many bytes a lane leads from tile 0 of block 0 to every tile."""
     far = block * lane.block_stride
     for stride, digit in split(lane.digits, tile):
         far += digit * stride
