@@ -53,6 +53,30 @@ def test_a_table_that_is_not_one_of_distinct_blocks_is_refused(src, dst, words):
         binder().bind(Request(10, {0: src}, {0: dst}))
 
 
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (16, "outside"),
+        (-2, "outside"),
+        (1 << 70, "not a list of block ids"),
+        (True, "not a list of block ids"),
+        (1.0, "not a list of block ids"),
+        (-1, "no block for tokens"),
+    ],
+)
+def test_a_single_id_that_is_no_blocks_is_refused(one, words):
+    with pytest.raises(BindError, match=words):
+        binder().bind(Request(4, {0: 3}, {0: one}))
+
+
+@pytest.mark.parametrize("one", [5, np.int64(5), np.array(5, np.uint8), [5], (5,), np.array([5], np.int16)])
+def test_a_single_id_is_a_table_of_one(one):
+    (copies,) = binder().bind(Request(4, {0: 3}, {0: one})).copies
+    (wanted,) = binder().bind(Request(4, {0: [3, 7]}, {0: [5, 6]})).copies
+    assert copies.dst_offset.tolist() == wanted.dst_offset.tolist() != []
+    assert copies.src_offset.tolist() == wanted.src_offset.tolist()
+
+
 @pytest.mark.parametrize(("tokens", "start"), [(-1, 0), (4, 8), (4.5, 0), (8, -4), ("8", 0)])
 def test_a_token_range_that_is_none_is_refused(tokens, start):
     with pytest.raises(BindError, match="range"):

@@ -147,7 +147,8 @@ class _Paged(NamedTuple):
         ids = np.dtype(np.int32 if group.blocks <= _NARROW else np.int64)
         return cls(side, group.id, group.tokens, group.blocks, group.keeps, group.hashed, ids)
 
-    def __str__(self) -> str:
+    @property
+    def table(self) -> str:
         return f"the {self.side}'s block table of group {self.id}"
 
 
@@ -160,7 +161,7 @@ class _Listed(NamedTuple):
 
     def insist(self, blocks: int) -> None:
         if len(self.ids) < blocks:
-            raise BindError(f"{self.group} has {len(self.ids)} places, {blocks} are needed")
+            raise BindError(f"{self.group.table} has {len(self.ids)} places, {blocks} are needed")
 
     def holes(self, low: int, high: int) -> Intervals:
         """The tokens of places without a block, among the places of the tokens [low, high)."""
@@ -191,7 +192,7 @@ class _Ranges:
     unhashable: dict[int, list[Ints]] = field(default_factory=lambda: defaultdict(list))
 
 
-class _Ends:
+class _Side:
     """One side of a tile's runs: where each lies in tile 0 of block 0, and the lane that it travels by."""
 
     def __init__(self, region: Ints, offset: Ints, lane: Ints, lanes: Sequence[Lane]) -> None:
@@ -202,12 +203,12 @@ class _Ends:
     def at(self, block: Ids, tile: Ids) -> tuple[Ints, Ints]:
         """Region and offset of every run at every tile."""
         block, tile = block.astype(np.int64, copy=False), tile.astype(np.int64, copy=False)
-        rows = [_far(lane, block, tile) for lane in self._lanes]
+        rows = [travelled(lane, block, tile) for lane in self._lanes]
         moved = rows[0] if len(rows) == 1 else np.array(rows)[self._which]
         return self._region.repeat(len(block)), (moved + self._offset).reshape(-1)
 
 
-class _Tile:
+class _Runs:
     """The runs of one tile of a grain, with what follows from the plan alone."""
 
     def __init__(self, grain: Grain, lanes: Sequence[Lane]) -> None:
@@ -237,12 +238,12 @@ class _Tile:
         return tiles, (self.columns.length[:, None] * joined).reshape(-1)
 
     @cached_property
-    def _there(self) -> _Ends:
-        return _Ends(self.columns.src_region, self.columns.src_offset, self.columns.src_lane, self._lanes)
+    def _there(self) -> _Side:
+        return _Side(self.columns.src_region, self.columns.src_offset, self.columns.src_lane, self._lanes)
 
     @cached_property
-    def _here(self) -> _Ends:
-        return _Ends(self.columns.dst_region, self.columns.dst_offset, self.columns.dst_lane, self._lanes)
+    def _here(self) -> _Side:
+        return _Side(self.columns.dst_region, self.columns.dst_offset, self.columns.dst_lane, self._lanes)
 
     @cached_property
     def _fills_blocks(self) -> bool:
@@ -263,8 +264,8 @@ class Binder:
 
     def __init__(self, plan: Plan, spare: int = 0) -> None:
         self.plan = plan
-        self._edges = tuple(tuple(_Tile(grain, plan.lanes) for grain in edge.grains) for edge in plan.edges)
-        self._fills = tuple(tuple(_Tile(grain, plan.lanes) for grain in fill.grains) for fill in plan.fills)
+        self._edges = tuple(tuple(_Runs(grain, plan.lanes) for grain in edge.grains) for edge in plan.edges)
+        self._fills = tuple(tuple(_Runs(grain, plan.lanes) for grain in fill.grains) for fill in plan.fills)
         self._src_groups: dict[int, _Paged] = {}
         for edge in plan.edges:
             group = _Paged.of("producer", plan.sources[edge.source].group(edge.src_group))
@@ -367,7 +368,7 @@ class Binder:
         distinct = _one_group_each(self._overlay_here, ranges.tables)
         for group_id, table in ranges.tables.items():
             if group_id not in distinct and _repeats(table.ids):
-                raise BindError(f"{table.group} names a block twice")
+                raise BindError(f"{table.group.table} names a block twice")
         out: dict[tuple[int, int], Tiles] = {}
         known: dict[int, dict[int, Tiles]] = {}
         for i, first in enumerate(self._alike):
@@ -382,19 +383,19 @@ class Binder:
     def _overlay_here(self) -> Overlay:
         """Of the consumer's groups. Fills have all bytes of a group for tokens; of a state, only what is not copied."""
         claims = defaultdict(list)
-        for fill, tiles in zip(self.plan.fills, self._fills, strict=True):
-            claims[fill.group].append(_claim_here(tiles[0].columns))
-        for edge, tiles in zip(self.plan.edges, self._edges, strict=True):
+        for fill, runs in zip(self.plan.fills, self._fills, strict=True):
+            claims[fill.group].append(_claim_here(runs[0].columns))
+        for edge, runs in zip(self.plan.edges, self._edges, strict=True):
             if edge.grains[0].tokens == 0:
-                claims[edge.dst_group].append(_claim_here(tiles[0].columns))
+                claims[edge.dst_group].append(_claim_here(runs[0].columns))
         return Overlay(claims, {g: group.blocks for g, group in self._dst_groups.items()}, self.plan.lanes)
 
     @cached_property
     def _overlay_there(self) -> Overlay:
         """Of the producer's groups, as far as they are read."""
         claims = defaultdict(list)
-        for edge, tiles in zip(self.plan.edges, self._edges, strict=True):
-            found = tiles[0].columns
+        for edge, runs in zip(self.plan.edges, self._edges, strict=True):
+            found = runs[0].columns
             claim = Claim(edge.source, found.src_region, found.src_offset, found.length, found.src_lane)
             claims[edge.src_group].append(claim)
         return Overlay(claims, {g: group.blocks for g, group in self._src_groups.items()}, self.plan.lanes)
@@ -461,16 +462,16 @@ class Binder:
 
     def _fill(self, request: Request, ranges: _Ranges) -> Fills:
         parts: list[tuple[Ints, ...]] = []
-        for fill, tiles, grains in zip(self.plan.fills, self._fills, self._fill_grains, strict=True):
+        for fill, runs, grains in zip(self.plan.fills, self._fills, self._fill_grains, strict=True):
             if fill.group not in ranges.loaded:
                 continue
             table = ranges.tables[fill.group]
             if not table.group.tokens:
-                parts.append(tiles[0].filled(table.ids, _ORIGIN))
+                parts.append(runs[0].filled(table.ids, _ORIGIN))
                 continue
             for level, cut in enumerate(cut_at(self._filled(fill, ranges), grains)):
                 if len(cut[0]):
-                    parts.append(tiles[level].filled(*_placed(table, cut, grains[level])))
+                    parts.append(runs[level].filled(*_placed(table, cut, grains[level])))
         if not parts:
             return _NO_FILLS
         region, offset, length = _joined(parts)
@@ -512,8 +513,8 @@ def bind(plan: Plan, request: Request) -> Binding:
     return Binder(plan).bind(request)
 
 
-def _far(lane: Lane, block: Ints, tile: Ints) -> Ints:
-    """How far a lane leads at every tile."""
+def travelled(lane: Lane, block: Ints, tile: Ints) -> Ints:
+    """How many bytes a lane leads from tile 0 of block 0 to every tile."""
     far = block * lane.block_stride
     for stride, digit in split(lane.digits, tile):
         far += digit * stride
@@ -543,19 +544,19 @@ def _consecutive(tiles: Tiles) -> tuple[Tiles, Ints]:
 def _listed(tables: Mapping[int, Table], group: _Paged) -> _Listed:
     """A group's table, every block id checked against the group."""
     if group.id not in tables:
-        raise BindError(f"{group} is missing")
+        raise BindError(f"{group.table} is missing")
     given = tables[group.id]
     if type(given) is int and 0 <= given < group.blocks:
         return _Listed(group, np.array([given], group.ids), True)
     found = _numbers(given)
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
-        raise BindError(f"{group} is not a list of block ids")
+        raise BindError(f"{group.table} is not a list of block ids")
     if len(found) > 1:
         least, most = int(found[found.argmin()]), int(found[found.argmax()])
     else:
         least = most = found.item() if len(found) else 0
     if least < HOLE or most >= group.blocks:
-        raise BindError(f"{group} has ids outside [0, {group.blocks})")
+        raise BindError(f"{group.table} has ids outside [0, {group.blocks})")
     if not group.tokens and (len(found) != 1 or least == HOLE):
         raise BindError(f"group {group.id} is paged by state: the {group.side} must name the one block that holds it")
     return _Listed(group, found if found.dtype == group.ids else found.astype(group.ids), least != HOLE)

@@ -38,9 +38,10 @@ def union(*sets: Intervals) -> Intervals:
 
 def subtract(low: int, high: int, bad: Intervals) -> Intervals:
     """[low, high) less the sorted intervals `bad`."""
-    if len(bad[0]) <= 1:
-        first, last = (int(bad[0][0]), int(bad[1][0])) if len(bad[0]) else (high, high)
-        return _around(low, min(first, high), max(low, min(last, high)), high)
+    if not len(bad[0]):
+        return interval(low, high)
+    if len(bad[0]) == 1:
+        return _around(low, min(int(bad[0][0]), high), max(low, int(bad[1][0])), high)
     reached = np.maximum.accumulate(np.concatenate([[low], np.minimum(bad[1], high)]))
     until = np.concatenate([np.minimum(bad[0], high), [high]])
     keep = reached < until

@@ -8,17 +8,21 @@ load's tiles. So a load uploads its tiles, once for each lane, and never its run
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
+from kvferry.plan.bind import travelled
 from kvferry.plan.columns import Columns, expanded
 from kvferry.plan.schema import Lane
-from kvferry.strided import Ints, offsets, span
+from kvferry.strided import Ints, span
 
 UNITS: Final = (16, 4, 2, 1)
 COLUMNS: Final = (8, 128, 2048)
@@ -53,7 +57,6 @@ class _Job:
     form: Form
     first: int
     count: int
-    bytes: int
     src_lanes: tuple[int, ...]
     dst_lanes: tuple[int, ...]
 
@@ -83,19 +86,20 @@ class Moves:
     def __init__(self, plan: Plan, source: int, src: Base, dst: Base) -> None:
         self._lanes = plan.lanes
         self._jobs: list[_Job] = []
-        self._runs: dict[Key, int] = {}
+        self._tile: dict[Key, tuple[int, int]] = {}
         tables: list[Ints] = []
         first = 0
         regions = plan.sources[source].regions, plan.consumer.regions
         for key, columns, blocks in _grains(plan, source):
-            self._runs[key] = len(columns)
             for side, number in enumerate(("source", "destination")):
                 _inside(columns, side, blocks[side], plan.lanes, [r.length for r in regions[side]], number)
+            moved = 0
             for form, src_lanes, dst_lanes, table in _pieces(columns, plan.lanes, src, dst):
-                moved = int(table[:, 2].sum()) * form.width
-                self._jobs.append(_Job(key, form, first, len(table), moved, src_lanes, dst_lanes))
+                moved += int(table[:, 2].sum()) * form.width
+                self._jobs.append(_Job(key, form, first, len(table), src_lanes, dst_lanes))
                 tables.append(table)
                 first += len(table)
+            self._tile[key] = moved, len(columns)
         self._jobs.sort(key=lambda job: job.form)
         self.pieces: Ints = np.concatenate(tables) if tables else np.empty((0, FIELDS), np.int64)
 
@@ -107,45 +111,54 @@ class Moves:
         """The table of one load: jobs first, form by form, then the places that they refer to; on either side so many bytes
         further on, which are a multiple of the widest unit."""
         jobs = [job for job in self._jobs if job.key in tiles and len(tiles[job.key].src_block)]
-        table = np.empty((len(jobs), FIELDS), np.int64)
+        rows: list[tuple[int, ...]] = []
         places: list[Ints] = []
         starts: dict[tuple[Key, tuple[int, ...], tuple[int, ...]], int] = {}
         launches: list[Launch] = []
-        at, turn = table.size, 0
-        for row, job in enumerate(jobs):
-            placed = tiles[job.key]
-            count = len(placed.src_block)
-            known = job.key, job.src_lanes, job.dst_lanes
-            if known not in starts:
-                starts[known] = at
-                found = [*_offsets(self._lanes, job.src_lanes, placed.src_block, placed.src_tile, src_shift)]
-                found += _offsets(self._lanes, job.dst_lanes, placed.dst_block, placed.dst_tile, dst_shift)
-                places += found
-                at += len(found) * count
-            if not launches or launches[-1].form != job.form:
-                launches.append(Launch(job.form, row * FIELDS, 0))
-                turn = 0
-            launches[-1] = Launch(job.form, launches[-1].at, launches[-1].jobs + 1)
-            table[row] = job.first, job.count, count, starts[known], turn
-            turn += -(-job.count * count // job.form.rows)
-        return Bound(np.concatenate([table.reshape(-1), *places]), tuple(launches), *self.size(tiles))
+        at = len(jobs) * FIELDS
+        for form, alike in groupby(jobs, attrgetter("form")):
+            first, turn = len(rows), 0
+            for job in alike:
+                placed = tiles[job.key]
+                count = len(placed.src_block)
+                known = job.key, job.src_lanes, job.dst_lanes
+                if known not in starts:
+                    starts[known] = at
+                    places += _offsets(self._lanes, job.src_lanes, placed.src_block, placed.src_tile, src_shift)
+                    places += _offsets(self._lanes, job.dst_lanes, placed.dst_block, placed.dst_tile, dst_shift)
+                    at += (len(job.src_lanes) + len(job.dst_lanes)) * count
+                rows.append((job.first, job.count, count, starts[known], turn))
+                turn += -(-job.count * count // form.rows)
+            launches.append(Launch(form, first * FIELDS, len(rows) - first))
+        table = np.array(rows, np.int64).reshape(-1)
+        return Bound(np.concatenate([table, *places]), tuple(launches), *self.size(tiles))
 
     def size(self, tiles: Mapping[Key, Tiles]) -> tuple[int, int]:
         """Bytes and runs of a load."""
-        moved = sum(job.bytes * len(tiles[job.key].src_block) for job in self._jobs if job.key in tiles)
-        return moved, sum(runs * len(tiles[key].src_block) for key, runs in self._runs.items() if key in tiles)
+        moved = runs = 0
+        for key, placed in tiles.items():
+            each = self._tile.get(key)
+            if each is not None:
+                moved += each[0] * len(placed.src_block)
+                runs += each[1] * len(placed.src_block)
+        return moved, runs
 
 
 def joined(loads: Sequence[Mapping[Key, Tiles]]) -> Mapping[Key, Tiles]:
     """Tiles of several loads as one's."""
     if len(loads) == 1:
         return loads[0]
-    out: dict[Key, Tiles] = {}
-    for key in dict.fromkeys(key for tiles in loads for key in tiles):
-        parts = [tiles[key] for tiles in loads if key in tiles]
-        columns = zip(*((one.src_block, one.src_tile, one.dst_block, one.dst_tile) for one in parts), strict=True)
-        out[key] = Tiles(*map(np.concatenate, columns))
-    return out
+    parts: dict[Key, list[Tiles]] = defaultdict(list)
+    for tiles in loads:
+        for key, one in tiles.items():
+            parts[key].append(one)
+    return {
+        key: Tiles(
+            np.concatenate([one.src_block for one in some]), np.concatenate([one.src_tile for one in some]),
+            np.concatenate([one.dst_block for one in some]), np.concatenate([one.dst_tile for one in some]),
+        )
+        for key, some in parts.items()
+    }  # fmt: skip
 
 
 def _grains(plan: Plan, source: int) -> Iterator[tuple[Key, Columns, tuple[int, int]]]:
@@ -205,8 +218,7 @@ def _common(lane: Lane) -> int:
     return int(np.gcd.reduce([lane.block_stride, *(stride for _, stride in lane.digits)]))
 
 
-def _offsets(lanes: Sequence[Lane], used: Sequence[int], block: Ints, tile: Ints, shift: int) -> Iterator[Ints]:
-    wide = block.astype(np.int64, copy=False)
-    for index in used:
-        lane = lanes[index]
-        yield wide * lane.block_stride + ((offsets(lane.digits, tile) if lane.digits else 0) + shift)
+def _offsets(lanes: Sequence[Lane], used: Sequence[int], block: Ints, tile: Ints, shift: int) -> list[Ints]:
+    block, tile = block.astype(np.int64, copy=False), tile.astype(np.int64, copy=False)
+    found = [travelled(lanes[index], block, tile) for index in used]
+    return [far + shift for far in found] if shift else found
