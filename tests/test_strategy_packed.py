@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from kvferry.session import Words
 from kvferry.session.reference import Lease
 from kvferry.strategy import HostMover, cost
 from kvferry.strategy.cost import Way, usual
-from kvferry.strategy.gathering import AWAKE_S, MARK, SLOT_S, Ask, Free, Introduction, pack
+from kvferry.strategy.gathering import AWAKE_S, MARK, SLOT_S, Ask, Asks, Free, Introduction, pack
 from kvferry.strategy.landing import AGAIN_S, DetouredRead
 from kvferry.strategy.movers import Over, Ticket
 from kvferry.strategy.moves import Bound
@@ -458,6 +459,103 @@ def test_a_word_is_set_when_the_gather_is_complete_and_not_before() -> None:
     assert made.right
 
 
+def said_by(made: World, monkeypatch: pytest.MonkeyPatch) -> tuple[list[bytes], list[int]]:
+    """What the consumer tells others, and how many bytes each of its reads is of."""
+    told: list[bytes] = []
+    sizes: list[int] = []
+
+    def notify(peer: str, message: bytes) -> None:
+        told.append(message)
+        InProcessTransport.notify(made.wire, peer, message)
+
+    def read(*given: Any) -> Read:
+        found = InProcessTransport.read(made.wire, *given)
+        sizes.append(int(found.runs[2].sum()))
+        return found
+
+    monkeypatch.setattr(made.wire, "notify", notify)
+    monkeypatch.setattr(made.wire, "read", read)
+    return told, sizes
+
+
+@pytest.mark.parametrize(
+    ("shortest", "together"), [(PAGE, [1, 1, 1, 1]), (2 * PAGE, [2, 2]), (3 * PAGE, [3, 1]), (8 * PAGE, [4])]
+)
+def test_pieces_that_begin_together_are_asked_for_by_one_message_and_short_ones_read_by_one_read(
+    shortest: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = world(budgets=(1 << 18, 1 << 17))
+    landing = made.target.landing
+    landing._staging = dataclasses.replace(landing._staging, cut=Cut(shortest, PAGE, 4))
+    prepared = made.prepare()
+    made.source.notifications()
+    told, sizes = said_by(made, monkeypatch)
+    read = made.read(prepared)
+    flights = list(read.flights)
+    assert (len(flights), len(told)) == (4, 1)
+    made.turn([read])
+    assert [size // PAGE for size in sizes if size >= PAGE] == together
+    assert made.finish(read) == [State.DONE]
+    assert made.right
+    assert made.target.release(read)
+    assert made.all_back()
+
+
+def test_of_pieces_that_are_read_together_only_those_are_asked_for_again_whose_slot_was_given_away() -> None:
+    made = world(budgets=(1 << 18, 1 << 17), wire=Ordered)
+    wire = made.wire
+    assert isinstance(wire, Ordered)
+    read = made.read(made.prepare())
+    made.source.notifications()
+    wire.slots_land = False
+    made.target.poll(read)
+    assert {flight.stage.value for flight in read.flights} == {"reading"}
+    lost, *kept = read.flights
+    made.source.gathering._words[lost.there] = 1
+    before = lost.ticket
+    wire.slots_land = True
+    made.target.poll(read)
+    assert lost.ticket != before
+    assert not set(kept) & set(read.flights)
+    made.source.gathering._words[lost.there] = before
+    assert made.finish(read) == [State.DONE]
+    assert made.right
+
+
+def test_pieces_that_were_read_together_keep_their_slots_until_nothing_can_land_in_any() -> None:
+    made = world(budgets=(1 << 18, 1 << 17))
+    prepared = made.prepare()
+    made.wire.script({2: [LateLanding(releases=6)]})
+    read = made.read(prepared)
+    made.source.notifications()
+    assert made.target.poll(read) is State.FAILED
+    assert made.target.release(read)
+    assert made.target.landing.free == 0
+    assert made.untouched
+    for _ in range(8):
+        made.target.notifications()
+    assert made.all_back()
+
+
+def test_a_producer_that_cannot_be_asked_fails_the_load_and_not_the_one_that_was_asked_after() -> None:
+    made = world(rings=("sending", "landing"), budgets=(1 << 18, LEAST))
+    prepared = made.prepare()
+    first, second = made.read(prepared), made.read(prepared)
+    made.turn([first], 2)
+    other = Scattered(
+        InProcessTransport("q", made.harbour, clock=made.clock), host_staging(1 << 17), LateMover(), forced(), made.clock
+    )
+    other.register(made.there.storages)
+    third = made.target.read(made.target.prepare(made.plan, 0, made.target.connect(other.metadata())), made.tiles)
+    assert isinstance(third, DetouredRead)
+    made.harbour.kill(other.name)
+    assert made.finish(first, second) == [State.DONE] * 2
+    made.target.poll(third)
+    assert third.state is State.FAILED
+    assert all(made.target.release(read) for read in (first, second, third))
+    assert made.all_back()
+
+
 def test_a_producer_expects_for_a_moment_that_it_is_asked_again() -> None:
     made = world()
     assert not made.source.hurried
@@ -788,11 +886,12 @@ def test_nobody_without_the_secret_is_served() -> None:
     for message in (
         Introduction(stranger, detoured.plan),
         Ask(stranger, detoured.digest, 5, ((0, 0, one, b""),)),
+        Asks(stranger, detoured.digest, ((6, ((0, 0, one, b""),)), (7, ((0, 0, one, b""),)))),
         Free(stranger, (5,)),
     ):
         gathering.hear(pack(message))
     gathering.step()
-    assert gathering.refused == 3
+    assert gathering.refused == 4
     assert not gathering._plans
     assert not gathering.busy
 

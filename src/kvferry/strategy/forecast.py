@@ -35,6 +35,7 @@ class Forecast:
 def forecasts(
     plans: Sequence[Plan], request: Request, rates: Mapping[str, Rates] = USUAL, budget: int = BUDGET
 ) -> tuple[Forecast, ...]:
+    """Through rings of half a budget, as ends have that send and land alike; through one of the whole it is rather faster."""
     loads = [(plan, Binder.of_sessions(plan).tiles(request)) for plan in plans]
     return tuple(_forecast(name, found, loads, budget) for name, found in rates.items())
 

@@ -60,6 +60,7 @@ In engines on an H200 the first ask after a quiet while took 1.7 ms to be heard,
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Number = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Numbers = Annotated[bytes, Meta(max_length=1 << 26)]
+Shares = Annotated[tuple[tuple[Index, Index, Numbers, Numbers], ...], Meta(max_length=MAX_PARTS)]
 
 
 class Introduction(Struct, frozen=True, array_like=True, tag="plan"):
@@ -76,7 +77,15 @@ class Ask(Struct, frozen=True, array_like=True, tag="ask"):
     secret: Secret
     plan: Digest
     ticket: Number
-    shares: Annotated[tuple[tuple[Index, Index, Numbers, Numbers], ...], Meta(max_length=MAX_PARTS)]
+    shares: Shares
+
+
+class Asks(Struct, frozen=True, array_like=True, tag="asks"):
+    """Several asks by one plan: for each its ticket, and its shares."""
+
+    secret: Secret
+    plan: Digest
+    pieces: Annotated[tuple[tuple[Number, Shares], ...], Meta(max_length=MAX_QUEUED)]
 
 
 class Free(Struct, frozen=True, array_like=True, tag="free"):
@@ -86,7 +95,7 @@ class Free(Struct, frozen=True, array_like=True, tag="free"):
     tickets: Annotated[tuple[Number, ...], Meta(max_length=MAX_QUEUED)]
 
 
-Message = Introduction | Ask | Free
+Message = Introduction | Ask | Asks | Free
 
 
 def pack(message: Message) -> bytes:
@@ -181,11 +190,19 @@ class Gathering:
                 if order is not None:
                     self._served_at = self._clock() if order.ready else self._served_at
                     self._end(order)
-        elif message.ticket not in self._orders:
-            if len(self._orders) >= MAX_QUEUED:
-                raise TransportError(f"{MAX_QUEUED:,} gathers are waiting already")
-            order = self._orders[message.ticket] = _Order(message, self._clock() + self._slot_s)
-            self._queue.append(order)
+        elif isinstance(message, Ask):
+            self._queue_up(message)
+        else:
+            for ticket, shares in message.pieces:
+                self._queue_up(Ask(message.secret, message.plan, ticket, shares))
+
+    def _queue_up(self, ask: Ask) -> None:
+        if ask.ticket in self._orders:
+            return
+        if len(self._orders) >= MAX_QUEUED:
+            raise TransportError(f"{MAX_QUEUED:,} gathers are waiting already")
+        order = self._orders[ask.ticket] = _Order(ask, self._clock() + self._slot_s)
+        self._queue.append(order)
 
     def _introduce(self, data: bytes) -> None:
         digest = digest_of(data)

@@ -24,9 +24,9 @@ import numpy as np
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.detour import Detour, Key, Piece, Pieces, tiles_here, tiles_there
-from kvferry.strategy.gathering import Ask, Free, Introduction, pack
+from kvferry.strategy.gathering import Ask, Asks, Free, Introduction, pack
 from kvferry.strategy.movers import Mover, Ticket
-from kvferry.strategy.moves import Moves
+from kvferry.strategy.moves import Moves, joined
 from kvferry.strategy.staging import Boards, Cut, Offer, Slots, Staging, Words, board_plan, noting, pages, ring_plan
 from kvferry.strategy.turns import turn
 from kvferry.transport.contract import Prepared, Read, State, Storage, Telemetry, Transport
@@ -55,7 +55,7 @@ class _Stage(Enum):
 
 @dataclass(eq=False)
 class _Flight:
-    """A piece under way in one slot here and, if it is packed, in slot `there` of the producer."""
+    """A piece under way in one slot here and, if it is packed, in slot `there` of the producer. A `read` may be of several."""
 
     piece: Piece
     slot: int
@@ -157,6 +157,7 @@ class Landing:
         self._running: dict[DetouredRead, None] = {}
         self._waiting: dict[DetouredRead, None] = {}
         self._polls = 0
+        self._asking: list[tuple[DetouredRead, Source, Ask]] = []
         self._moved_at = clock()
 
     @property
@@ -293,13 +294,14 @@ class Landing:
 
     def _advance(self, read: DetouredRead) -> None:
         """As far as it goes without waiting. For what was asked for the board is looked at once."""
-        looked = False
+        looked, source = False, read.detoured.source
         while read.state is State.RUNNING:
             before = read.moved_at, len(read.flights), [flight.stage for flight in read.flights]
             for flight in tuple(read.flights):
                 self._move(read, flight)
+            if source is not None and read.state is State.RUNNING:
+                self._fetch(read, source)
             self._embark()
-            source = read.detoured.source
             if source is not None:
                 urgent = any(flight.stage is _Stage.CHECKING for flight in read.flights)
                 asked = any(flight.stage is _Stage.ASKED for flight in read.flights)
@@ -337,7 +339,24 @@ class Landing:
         return True
 
     def _embark(self) -> None:
-        """Begin pieces while there are slots to land in, of whichever read it is the turn of."""
+        """Begin pieces while there are slots to land in, of whichever read it is the turn of; what a producer is asked for, by
+        one message."""
+        self._begin_pieces()
+        asking, self._asking = self._asking, []
+        several: dict[tuple[Source, bytes], list[tuple[DetouredRead, Ask]]] = {}
+        for read, source, ask in (one for one in asking if one[0].state is State.RUNNING):
+            several.setdefault((source, ask.plan), []).append((read, ask))
+        for (source, plan), found in several.items():
+            asks = [ask for _, ask in found]
+            pieces = tuple((ask.ticket, ask.shares) for ask in asks)
+            try:
+                self._wire.notify(source.peer, pack(asks[0] if len(asks) == 1 else Asks(source.offer.secret, plan, pieces)))
+            except TransportError as error:
+                for read, _ in found:
+                    read.fail(str(error))
+                    self._see_off(read)
+
+    def _begin_pieces(self) -> None:
         while self._waiting:
             slot = self._slots.take()
             if slot is None:
@@ -364,14 +383,15 @@ class Landing:
         else:
             piece = read.pieces.take(0, read.room)
             flight = _Flight(piece, slot, _Stage.ASKED)
-            self._ask(read, flight, detoured.source)
+            self._asking.append((read, detoured.source, self._ask(read, flight, detoured.source)))
         read.flights.append(flight)
         read.left -= piece.stop - piece.start
         read.moved_at = now
         if read.pieces.over:
             del self._waiting[read]
 
-    def _ask(self, read: DetouredRead, flight: _Flight, source: Source) -> None:
+    def _ask(self, read: DetouredRead, flight: _Flight, source: Source) -> Ask:
+        """What is to be said for a flight, by a ticket that nobody else has."""
         found = tiles_there(flight.piece, read.detoured.detour.parts, read.tiles)
         shares = [
             (share.part, share.block, _numbers(tiles.src_block), _numbers(tiles.src_tile) if tiles.src_tile.any() else b"")
@@ -380,22 +400,26 @@ class Landing:
         flight.ticket = 1 + secrets.randbelow((1 << 63) - 1)
         flight.ask = Ask(source.offer.secret, read.detoured.digest, flight.ticket, tuple(shares))
         flight.asked_at = self._clock()
-        self._wire.notify(source.peer, pack(flight.ask))
+        return flight.ask
 
     def _move(self, read: DetouredRead, flight: _Flight) -> None:
         source = read.detoured.source
-        if flight.stage is _Stage.ASKED and source is not None:
-            self._await(read, flight, source)
-        elif flight.stage is _Stage.READING and flight.read is not None:
-            state = self._wire.poll(flight.read)
+        if flight.stage is _Stage.READING and flight.read is not None:
+            wire = flight.read
+            together = [other for other in read.flights if other.read is wire]
+            if together[0] is not flight:
+                return
+            state = self._wire.poll(wire)
             if state is State.FAILED:
-                read.fail(flight.read.error)
-            elif state is State.DONE and self._told(read, flight.read):
-                flight.read, read.moved_at = None, self._clock()
-                if source is None:
-                    self._scatter(read, flight)
-                else:
-                    flight.stage, flight.after = _Stage.CHECKING, source.begun
+                read.fail(wire.error)
+            elif state is State.DONE and self._told(read, wire):
+                read.moved_at = self._clock()
+                for other in together:
+                    other.read = None
+                    if source is None:
+                        self._scatter(read, other)
+                    else:
+                        other.stage, other.after = _Stage.CHECKING, source.begun
         elif flight.stage is _Stage.CHECKING and source is not None and source.seen > flight.after:
             if source.words[flight.there] == flight.ticket:
                 self._freed.setdefault(source, []).append(flight.ticket)
@@ -416,19 +440,33 @@ class Landing:
         read.runs += found.runs
         return True
 
-    def _await(self, read: DetouredRead, flight: _Flight, source: Source) -> None:
-        at = np.flatnonzero(source.words == flight.ticket)
-        if len(at):
-            flight.there = int(at[0])
-            found = pages(source.offer, flight.there, self._staging.slot, flight.slot, flight.piece.stop)
-            flight.read = self._wire.read(source.ring, found)
-            flight.stage, read.moved_at = _Stage.READING, self._clock()
-        elif flight.ask is not None and self._clock() - flight.asked_at > AGAIN_S and flight.tries < _TRIES:
-            flight.tries += 1
-            flight.asked_at = self._clock()
-            source.introduced.discard(read.detoured.digest)
-            self.introduce(read.detoured)
-            self._wire.notify(source.peer, pack(flight.ask))
+    def _fetch(self, read: DetouredRead, source: Source) -> None:
+        """Begin to read what has been gathered, short pieces by one read: a long one is scattered, and its slot given back,
+        while the next is on the wire. Ask once more for what has not been gathered for long."""
+        ready: list[list[_Flight]] = []
+        held = 0
+        for flight in (it for it in read.flights if it.stage is _Stage.ASKED):
+            at = np.flatnonzero(source.words == flight.ticket)
+            if len(at):
+                flight.there = int(at[0])
+                held += flight.piece.stop
+                if not ready or held > self._staging.cut.shortest:
+                    ready.append([])
+                    held = flight.piece.stop
+                ready[-1].append(flight)
+            elif flight.ask is not None and self._clock() - flight.asked_at > AGAIN_S and flight.tries < _TRIES:
+                flight.tries += 1
+                flight.asked_at = self._clock()
+                source.introduced.discard(read.detoured.digest)
+                self.introduce(read.detoured)
+                self._wire.notify(source.peer, pack(flight.ask))
+        own = self._staging.slot
+        for several in ready:
+            found = joined([pages(source.offer, it.there, own, it.slot, it.piece.stop) for it in several])
+            wire = self._wire.read(source.ring, found)
+            for flight in several:
+                flight.read, flight.stage = wire, _Stage.READING
+            read.moved_at = self._clock()
 
     def _again(self, read: DetouredRead, flight: _Flight, source: Source, reason: str) -> None:
         if flight.tries >= _TRIES:
@@ -436,7 +474,7 @@ class Landing:
             return
         flight.tries += 1
         flight.stage = _Stage.ASKED
-        self._ask(read, flight, source)
+        self._wire.notify(source.peer, pack(self._ask(read, flight, source)))
 
     def _scatter(self, read: DetouredRead, flight: _Flight) -> None:
         """Out of the slot; of a packed piece the tables count from the slot's beginning."""
@@ -480,7 +518,9 @@ class Landing:
     def tidy(self) -> None:
         """Take back slots and notes that nothing can land in any more."""
         if self._limbo:
-            kept = [(read, slot) for read, slot in self._limbo if not self._wire.release(read)]
+            reads = {id(read): read for read, _ in self._limbo}
+            held = {key for key, read in reads.items() if not self._wire.release(read)}
+            kept = [(read, slot) for read, slot in self._limbo if id(read) in held]
             for slot in {slot for _, slot in self._limbo} - {slot for _, slot in kept}:
                 self._slots.give(slot)
             self._limbo = kept
