@@ -54,6 +54,19 @@ def test_every_byte_is_what_the_engine_writes_at_the_consumer(
         assert sum(sum(seen.values()) for seen in carried(here)) >= 2 * len(here.ranks)
 
 
+def test_engines_of_one_role_have_all_of_their_staging_in_one_ring() -> None:
+    with engines(
+        Setup("llama", engine="P", role="kv_producer", options=PACKED),
+        Setup("llama", engine="D", role="kv_consumer", tp=2, options=PACKED),
+    ) as (there, here):
+        cross(there, here, TOKENS)
+        assert all(set(seen) == {"packed"} for seen in carried(here))
+        ends = [[connector.worker._wharf.gathers for connector in engine.connectors] for engine in (there, here)]
+        assert {(end.gathering.free > 0, end.landing.slots) for end in ends[0]} == {(True, 0)}
+        assert {(end.gathering.free, end.landing.slots > 0) for end in ends[1]} == {(0, True)}
+        assert {end._staging.storage.length for end in (*ends[0], *ends[1])} == {SMALL}
+
+
 @pytest.mark.parametrize("strangers", [("producer", "consumer"), ("consumer", "producer")], ids=lambda ends: ends[0])
 def test_an_end_without_staging_reads_and_is_read_by_one_that_has_it(strangers: tuple[str, str]) -> None:
     options = {strangers[0]: (("strategies", ("packed", "direct")), ("staging_bytes", SMALL)), strangers[1]: ()}

@@ -19,6 +19,7 @@ from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.engines.vllm.options import RETRY_S, Options
+from kvferry.engines.vllm.quay import rings_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import spec_of
 from kvferry.engines.vllm.wharf import Wharf
@@ -65,7 +66,8 @@ class WorkerHalf:
             self._kv_cache_config, kv_caches, self._config, identity, version=__version__, conv_layout=get_conv_state_layout()
         )
         name = f"{engine}.{self._rank.ordinal}"
-        wharf = Wharf(name, manifest, self._options, self._kv_cache_config.num_blocks, identity)
+        rings = rings_of(self._config.kv_transfer_config)
+        wharf = Wharf(name, manifest, self._options, self._kv_cache_config.num_blocks, identity, rings)
         self._card = Card(manifest, wharf.words.manifest, wharf.transport.metadata(), wharf.words.beacon)
         self._wharf, self._words = wharf, wharf.words
         filler = wharf.filler(kv_caches)
