@@ -31,7 +31,7 @@ _NONE: Final = NOTHING[0]
 _WHOLE: Final = (int, np.integer)
 _NARROW: Final = np.iinfo(np.int32).max
 _SHORT: Final = 512
-"""A table up to here is sorted as fast as it is seen to be sorted."""
+"""A table up to here is a set as fast as it is sorted; and sorting lets go of Python's lock, which others then have."""
 SPARE: Final = 16 << 10
 """Bytes that cost no more than a run does: up to here a transport is busy with descriptors, not with what they name."""
 
@@ -575,7 +575,10 @@ def _numbers(given: Table) -> npt.NDArray[Any]:
 
 def _repeats(table: Ids) -> bool:
     """Whether a block is named twice."""
-    if len(table) < 2 or (len(table) > _SHORT and (table[1:] > table[:-1]).all()):
+    if len(table) <= _SHORT:
+        named: list[int] = table.tolist()
+        return len(named) - named.count(HOLE) > len({*named} - {HOLE})
+    if (table[1:] > table[:-1]).all():
         return False
     ordered = table.copy()
     ordered.sort()
