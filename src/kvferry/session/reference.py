@@ -35,7 +35,7 @@ HostPort = Annotated[str, Meta(pattern=r"^\[?[0-9A-Za-z_.:%-]+\]?:[0-9]{1,5}\Z",
 _SHOWN: Final = 300
 _HELD: Final = 2047
 """Bytes that Python hashes without letting go of its lock. Who lets go of it while others wait for it, as the engine's thread
-would here, has it back after milliseconds: `hmac.digest`, which always does, took 3.8 ms beside another thread, and not 0.01."""
+would here, has it back after milliseconds: `hmac.digest`, which always does, took 3.8 ms beside another thread, not 0.01."""
 
 
 class Lease(Struct, frozen=True, forbid_unknown_fields=True):
