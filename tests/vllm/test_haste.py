@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm import haste
 from kvferry.engines.vllm.cargo import Orders, Report
-from kvferry.engines.vllm.haste import LOAD_S, LOADS_A_STEP, SHORT_S, Haste, may_hurry
+from kvferry.engines.vllm.haste import FEW, LOAD_S, LOADS_A_STEP, SHORT_S, Haste, looks_ahead, may_hurry
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.errors import SessionError
 from kvferry.session import Ferry, Lease, PeerKey
@@ -196,6 +196,24 @@ class TestInAStep:
             there.step_until(lambda: not there.scheduler.requests)
             assert there.counted["released"] == len(names) + 1
 
+    def test_the_first_tokens_of_many_that_were_loaded_wait_for_no_other_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
+        monkeypatch.setattr(haste, "LOAD_S", 1e9)
+        monkeypatch.setattr(haste, "FEW", 1)
+        monkeypatch.setattr("kvferry.engines.vllm.scheduler.looks_ahead", lambda config: True)
+        with engines(*sides("llama", side(), side())) as (there, here):
+            acquainted(there, here)
+            for i, name in enumerate(("r0", "r1", "r2", "r3")):
+                params = prefilled(there, name, prompt(i, 40))
+                here.scheduler.add_request(here.request(name, prompt(i, 40), params, max_tokens=9))
+            ordered: list[int] = []
+            for _ in range(4):
+                here.step(lambda out: ordered.append(len(out.kv_connector_metadata.loads)))
+            assert ordered == [2, 0, 2, 0]
+            here.step_until(lambda: not here.scheduler.requests)
+            there.step_until(lambda: not there.scheduler.requests)
+            assert (there.held, here.held) == (0, 0)
+
     def test_a_request_that_ends_before_its_reference_was_read_gives_the_lease_back(self) -> None:
         with engines(*sides("llama", side(), side())) as (there, here):
             here.scheduler.add_request(here.request("r", PROMPT, prefilled(there, "r", PROMPT)))
@@ -278,6 +296,18 @@ class TestHaste:
         found.new_step()
         assert not found.has_enough
 
+    @pytest.mark.parametrize(("ahead", "many", "rests"), [(True, FEW + 1, True), (True, FEW, False), (False, FEW + 1, False)])
+    def test_where_steps_are_launched_ahead_one_with_many_loads_is_followed_by_one_without(
+        self, ahead: bool, many: int, rests: bool
+    ) -> None:
+        found = Haste(False, ahead=ahead)
+        for _ in range(many):
+            found.took(PEER, 1, False)
+        found.new_step()
+        assert found.has_enough == rests
+        found.new_step()
+        assert not found.has_enough
+
     def test_a_long_step_takes_on_as_many_as_would_double_it(self) -> None:
         now = [0.0]
         found = Haste(False, lambda: now[0])
@@ -308,6 +338,17 @@ class TestHaste:
         never = Haste(False)
         never.saw(PEER, 1, 0.0)
         assert not never.allows(REQUEST, PEER, 1)
+
+
+@pytest.mark.parametrize(("scheduled_ahead", "stages", "ahead"), [(True, 1, True), (None, 1, False), (False, 2, True)])
+def test_vllm_looks_ahead_where_it_schedules_before_it_has_the_last_tokens(
+    scheduled_ahead: bool | None, stages: int, ahead: bool
+) -> None:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=scheduled_ahead),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+    )
+    assert looks_ahead(config) == ahead
 
 
 def test_reports_of_ranks_are_put_together() -> None:

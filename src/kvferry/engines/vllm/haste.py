@@ -24,6 +24,8 @@ LOADS_A_STEP: Final = 24
 are ordered, and who decodes beside them waits for a few only."""
 LOAD_S: Final = 0.0005
 """About what a load costs the engine's thread: a long step takes on as many as would double it."""
+FEW: Final = 4
+"""Loads that do not hold up a step to speak of."""
 _REMEMBERED: Final = 16
 
 
@@ -41,26 +43,34 @@ def may_hurry(config: Any, kv_cache_config: Any) -> bool:
     )
 
 
+def looks_ahead(config: Any) -> bool:
+    """Whether vLLM launches a step before it looks at the tokens of the last one."""
+    return bool(config.scheduler_config.async_scheduling) or config.parallel_config.pipeline_parallel_size > 1
+
+
 def _is_whole(spec: Any) -> bool:
     known = type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
     return known and spec.sliding_window is None and spec.attention_chunk_size is None
 
 
 class Haste:
-    """Knows how fast producers were read, and how much a step has taken on."""
+    """Knows how fast producers were read, and how much a step has taken on. `ahead`: a step is launched before the tokens of
+    the last one are looked at; so one that took on many loads is followed by one that takes on none, for whose launch alone
+    their first tokens wait then."""
 
-    def __init__(self, possible: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._possible, self._clock = possible, clock
+    def __init__(self, possible: bool, clock: Callable[[], float] = time.monotonic, ahead: bool = False) -> None:
+        self._possible, self._clock, self._ahead = possible, clock, ahead
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
         self._began, self._computed = clock(), False
         self._paces: dict[PeerKey, deque[float]] = {}
         self._spoken_for = 0.0
         self._taken = 0
+        self._rests = False
 
     @property
     def has_enough(self) -> bool:
         """Whether the step has taken on as many loads as it should."""
-        return self._taken >= max(LOADS_A_STEP, min(self._gaps, default=0.0) / LOAD_S)
+        return self._rests or self._taken >= max(LOADS_A_STEP, min(self._gaps, default=0.0) / LOAD_S)
 
     def allows(self, request: Any, peer: PeerKey, tokens: int) -> bool:
         if not self._possible or request.mm_features:
@@ -76,6 +86,7 @@ class Haste:
 
     def new_step(self, idle: bool = False) -> None:
         """A step is ordered; `idle`: nothing is computed in it."""
+        self._rests = self._ahead and self._taken > FEW
         self._spoken_for, self._taken = 0.0, 0
         began, self._began = self._began, self._clock()
         if self._computed and not idle:

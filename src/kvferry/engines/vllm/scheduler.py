@@ -26,7 +26,7 @@ import msgspec
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.drafters import without_other_drafters
-from kvferry.engines.vllm.haste import Haste, may_hurry
+from kvferry.engines.vllm.haste import Haste, looks_ahead, may_hurry
 from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.media import are_named_by_request
 from kvferry.engines.vllm.nearby import rank_nearby
@@ -163,7 +163,7 @@ class SchedulerHalf:
         self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
         self._pending = _Pending()
-        self._haste = Haste(may_hurry(config, kv_cache_config))
+        self._haste = Haste(may_hurry(config, kv_cache_config), ahead=looks_ahead(config))
         self._stats = FerryStats()
 
     def bind_cache(self, evict: Callable[[set[int]], None]) -> None:
