@@ -294,7 +294,10 @@ def as_evidence(rows: Sequence[Row], device: str, vllm: str, torch: str) -> Evid
 
 def found_of(row: Row) -> str:
     tokens, held = row.counts.get("from_peer", 0), row.counts.get("cached", 0)
-    text = f"all tokens but where {row.parted} part at a near tie" if row.parted else "all tokens"
+    text, parting = "all tokens", "at a near tie"
+    if "bfloat16" in row.family and "TP1-TP2" in row.family:
+        text, parting = "all tokens as of one rank alone or of two", "at a near tie, or where these two part,"
+    text += f" but in {row.parted} that part {parting}" if row.parted else ""
     allowed = f" of {row.within:.1g} allowed" if row.within else ""
     found = [
         f"{row.requests} prompts: {text} and first log-probabilities the same (off by {row.apart:.1g}{allowed})",
