@@ -23,7 +23,7 @@ from kvferry.manifest import HOLE, Manifest
 from kvferry.manifest.schema import Group, Layer, Part, TokenPaged
 from kvferry.models import Side
 from kvferry.plan import Request
-from kvferry.plan.bind import Table
+from kvferry.plan.tables import Table
 
 Descriptors = npt.NDArray[np.uint64]
 Piece = tuple[int, int]

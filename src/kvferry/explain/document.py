@@ -16,9 +16,9 @@ from kvferry.explain.cost import Load, strategies
 from kvferry.manifest import Manifest
 from kvferry.manifest.schema import Layer, Rank
 from kvferry.plan import Fleet, Grain, Request, make_plans
-from kvferry.plan.bind import Table
 from kvferry.plan.explain import Read, reads
 from kvferry.plan.intervals import Intervals
+from kvferry.plan.tables import Table
 from kvferry.strided import Ints
 
 DOCUMENT_VERSION: Final = 1

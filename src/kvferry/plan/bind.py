@@ -6,32 +6,27 @@ tokens: ranges are cut into tiles at the plan's grains, tiles become columns, an
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from functools import cached_property
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import BindError
-from kvferry.manifest.schema import HOLE, Group, Reach
+from kvferry.manifest.schema import HOLE
 from kvferry.plan.columns import Columns, expanded
 from kvferry.plan.intervals import NOTHING, Intervals, cut_at, integers, interval, subtract, union
 from kvferry.plan.overlay import Claim, Ids, Overlay
 from kvferry.plan.schema import Edge, Fill, Grain, Lane, Need, Plan
+from kvferry.plan.tables import Listed, Paged, Table, insist_on_blocks, listed, one_group_each, placed, repeats
 from kvferry.strided import Ints, merge, size, split
 
-Table = Sequence[int] | npt.NDArray[np.integer] | int
 _ORIGIN: Final = np.zeros(1, np.int32)
 _ORIGIN.setflags(write=False)
 _NONE: Final = NOTHING[0]
 _WHOLE: Final = (int, np.integer)
-_NARROW: Final = np.iinfo(np.int32).max
-_SHORT: Final = 512
-"""A table up to here is a set as fast as it is sorted; and sorting lets go of Python's lock, which others then have."""
 SPARE: Final = 16 << 10
 """Bytes that cost no more than a run does: up to here a transport is busy with descriptors, not with what they name."""
 
@@ -131,48 +126,6 @@ class Spans:
     filled: tuple[Intervals, ...]
 
 
-class _Paged(NamedTuple):
-    """A group of one side, as every request asks after it."""
-
-    side: str
-    id: int
-    tokens: int
-    blocks: int
-    keeps: Reach
-    hashed: bool
-    ids: np.dtype[Any]
-
-    @classmethod
-    def of(cls, side: str, group: Group) -> _Paged:
-        ids = np.dtype(np.int32 if group.blocks <= _NARROW else np.int64)
-        return cls(side, group.id, group.tokens, group.blocks, group.keeps, group.hashed, ids)
-
-    @property
-    def table(self) -> str:
-        return f"the {self.side}'s block table of group {self.id}"
-
-
-class _Listed(NamedTuple):
-    """A group's block table, every id checked against the group; `whole`: no place is without a block."""
-
-    group: _Paged
-    ids: Ids
-    whole: bool
-
-    def insist(self, blocks: int) -> None:
-        if len(self.ids) < blocks:
-            raise BindError(f"{self.group.table} has {len(self.ids)} places, {blocks} are needed")
-
-    def holes(self, low: int, high: int) -> Intervals:
-        """The tokens of places without a block, among the places of the tokens [low, high)."""
-        if self.whole:
-            return NOTHING
-        tokens = self.group.tokens
-        first, stop = low // tokens, -(-high // tokens)
-        at = first + np.flatnonzero(self.ids[first:stop] == HOLE)
-        return at * tokens, (at + 1) * tokens
-
-
 class _Range(NamedTuple):
     """Tokens of one need in one group: copied intervals, the first one wanted, the first that its layers really read."""
 
@@ -185,7 +138,7 @@ class _Range(NamedTuple):
 class _Ranges:
     """What a request loads into each group of the consumer, and the consumer's tables by group."""
 
-    tables: dict[int, _Listed] = field(default_factory=dict)
+    tables: dict[int, Listed] = field(default_factory=dict)
     needs: dict[tuple[int, int], _Range] = field(default_factory=dict)
     loaded: dict[int, tuple[int, int]] = field(default_factory=dict)
     holes: dict[int, Intervals] = field(default_factory=dict)
@@ -266,13 +219,13 @@ class Binder:
         self.plan = plan
         self._edges = tuple(tuple(_Runs(grain, plan.lanes) for grain in edge.grains) for edge in plan.edges)
         self._fills = tuple(tuple(_Runs(grain, plan.lanes) for grain in fill.grains) for fill in plan.fills)
-        self._src_groups: dict[int, _Paged] = {}
+        self._src_groups: dict[int, Paged] = {}
         for edge in plan.edges:
-            group = _Paged.of("producer", plan.sources[edge.source].group(edge.src_group))
+            group = Paged.of("producer", plan.sources[edge.source].group(edge.src_group))
             known = self._src_groups.setdefault(edge.src_group, group)
             if group.blocks < known.blocks:
                 self._src_groups[edge.src_group] = group
-        self._dst_groups = {g.id: _Paged.of("consumer", g) for g in plan.consumer.groups}
+        self._dst_groups = {g.id: Paged.of("consumer", g) for g in plan.consumer.groups}
         self._grains = tuple(tuple(grain.tokens for grain in edge.grains) for edge in plan.edges)
         self._fill_grains = tuple(tuple(grain.tokens for grain in fill.grains) for fill in plan.fills)
         alike: dict[tuple[int, int, tuple[int, ...]], int] = {}
@@ -317,8 +270,8 @@ class Binder:
         tiles, ranges = self._tiles(request)
         self._load(request, ranges)
         parts: list[list[tuple[Ints, ...]]] = [[] for _ in self.plan.sources]
-        for (i, level), placed in tiles.items():
-            parts[self.plan.edges[i].source].append(self._edges[i][level].at(placed))
+        for (i, level), found in tiles.items():
+            parts[self.plan.edges[i].source].append(self._edges[i][level].at(found))
         copies = tuple(Copies(*_merged(columns)) for columns in parts)
         return Binding(copies, self._fill(request, ranges), self._unhashable(ranges), self._useful(request, ranges))
 
@@ -355,19 +308,19 @@ class Binder:
             raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range of whole tokens")
         if request.start == request.tokens:
             return {}, ranges
-        src = {g: _listed(request.src, group) for g, group in self._src_groups.items()}
+        src = {g: listed(request.src, group) for g, group in self._src_groups.items()}
         for group in self._known_groups:
             if group.id not in self._loaded_groups and group.id not in request.dst:
                 continue
-            ranges.tables[group.id] = _listed(request.dst, group)
+            ranges.tables[group.id] = listed(request.dst, group)
             if group.tokens and request.start % group.tokens:
                 raise BindError(
                     f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
                 )
-        _one_group_each(self._overlay_there, src)
-        distinct = _one_group_each(self._overlay_here, ranges.tables)
+        one_group_each(self._overlay_there, src)
+        distinct = one_group_each(self._overlay_here, ranges.tables)
         for group_id, table in ranges.tables.items():
-            if group_id not in distinct and _repeats(table.ids):
+            if group_id not in distinct and repeats(table.ids):
                 raise BindError(f"{table.group.table} names a block twice")
         out: dict[tuple[int, int], Tiles] = {}
         known: dict[int, dict[int, Tiles]] = {}
@@ -400,7 +353,7 @@ class Binder:
             claims[edge.src_group].append(claim)
         return Overlay(claims, {g: group.blocks for g, group in self._src_groups.items()}, self.plan.lanes)
 
-    def _tiled(self, request: Request, edge: Edge, grains: Sequence[int], there: _Listed, ranges: _Ranges) -> dict[int, Tiles]:
+    def _tiled(self, request: Request, edge: Edge, grains: Sequence[int], there: Listed, ranges: _Ranges) -> dict[int, Tiles]:
         """The tiles of an edge by level, where there are any; those of other sources' edges of the same need and grains are
         the same."""
         here = ranges.tables[edge.dst_group]
@@ -408,7 +361,7 @@ class Binder:
             return {0: Tiles(there.ids, _ORIGIN, here.ids, _ORIGIN)}
         copied = self._range(request, edge, there, here, ranges).copied
         return {
-            level: Tiles(*_placed(there, cut, grains[level]), *_placed(here, cut, grains[level]))
+            level: Tiles(*placed(there, cut, grains[level]), *placed(here, cut, grains[level]))
             for level, cut in enumerate(cut_at(copied, grains))
             if len(cut[0])
         }
@@ -429,7 +382,7 @@ class Binder:
             ranges.loaded[group_id] = loaded = (low // group.tokens * group.tokens, stop * group.tokens)
             ranges.holes[group_id] = table.holes(*loaded)
 
-    def _range(self, request: Request, edge: Edge, there: _Listed, here: _Listed, ranges: _Ranges) -> _Range:
+    def _range(self, request: Request, edge: Edge, there: Listed, here: Listed, ranges: _Ranges) -> _Range:
         """The tokens to copy for an edge's need; ranks of one producer agree on them, so they are found once."""
         known = ranges.needs.get((edge.dst_group, edge.need))
         if known is not None:
@@ -444,13 +397,13 @@ class Binder:
         absent, bad, copied = there.holes(low, high), here.holes(low, high), interval(low, high)
         if len(absent[0]) or len(bad[0]):
             for table in (there, here):
-                _no_holes(table, first, min(high, request.tokens), need)
+                insist_on_blocks(table, first, min(high, request.tokens), need)
             self._lose(request, here, absent, low, ranges)
             copied = subtract(low, high, union(absent, bad))
         found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, low, first)
         return found
 
-    def _lose(self, request: Request, here: _Listed, absent: Intervals, low: int, ranges: _Ranges) -> None:
+    def _lose(self, request: Request, here: Listed, absent: Intervals, low: int, ranges: _Ranges) -> None:
         """Blocks of the consumer that lack what the producer has no block for must not be found by their hash."""
         group = here.group
         if group.hashed and len(absent[0]):
@@ -471,7 +424,7 @@ class Binder:
                 continue
             for level, cut in enumerate(cut_at(self._filled(fill, ranges), grains)):
                 if len(cut[0]):
-                    parts.append(runs[level].filled(*_placed(table, cut, grains[level])))
+                    parts.append(runs[level].filled(*placed(table, cut, grains[level])))
         if not parts:
             return _NO_FILLS
         region, offset, length = _joined(parts)
@@ -541,52 +494,7 @@ def _consecutive(tiles: Tiles) -> tuple[Tiles, Ints]:
     return Tiles(tiles.src_block[first], tiles.src_tile[first], tiles.dst_block[first], tiles.dst_tile[first]), count
 
 
-def _listed(tables: Mapping[int, Table], group: _Paged) -> _Listed:
-    """A group's table, every block id checked against the group."""
-    if group.id not in tables:
-        raise BindError(f"{group.table} is missing")
-    given = tables[group.id]
-    if type(given) is int and 0 <= given < group.blocks:
-        return _Listed(group, np.array([given], group.ids), True)
-    found = _numbers(given)
-    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
-        raise BindError(f"{group.table} is not a list of block ids")
-    if len(found) > 1:
-        least, most = int(found[found.argmin()]), int(found[found.argmax()])
-    else:
-        least = most = found.item() if len(found) else 0
-    if least < HOLE or most >= group.blocks:
-        raise BindError(f"{group.table} has ids outside [0, {group.blocks})")
-    if not group.tokens and (len(found) != 1 or least == HOLE):
-        raise BindError(f"group {group.id} is paged by state: the {group.side} must name the one block that holds it")
-    return _Listed(group, found if found.dtype == group.ids else found.astype(group.ids), least != HOLE)
-
-
-def _numbers(given: Table) -> npt.NDArray[Any]:
-    """A table as an array of whatever it holds; lists of small numbers, as engines have them, are taken the short way."""
-    if isinstance(given, list):
-        try:
-            return np.frombuffer(struct.pack(f"{len(given)}i", *given), np.int32)
-        except struct.error:
-            return np.asarray(given)
-    found = np.asarray(given)
-    return found.reshape(1) if found.ndim == 0 else found
-
-
-def _repeats(table: Ids) -> bool:
-    """Whether a block is named twice."""
-    if len(table) <= _SHORT:
-        named: list[int] = table.tolist()
-        return len(named) - named.count(HOLE) > len({*named} - {HOLE})
-    if (table[1:] > table[:-1]).all():
-        return False
-    ordered = table.copy()
-    ordered.sort()
-    same = ordered[1:] == ordered[:-1]
-    return bool(np.count_nonzero(same)) and int(ordered[1:][same].max()) != HOLE
-
-
-def _wanted(need: Need, group: _Paged, request: Request) -> tuple[int, int, int]:
+def _wanted(need: Need, group: Paged, request: Request) -> tuple[int, int, int]:
     """The first token that the need's layers will read, and the interval to copy, in whole entries.
 
     A block that will be found by its hash must be whole, however little of it this request reads.
@@ -610,60 +518,3 @@ def _entries_read(need: Need, request: Request, first: int) -> float:
 
 def _claim_here(columns: Columns) -> Claim:
     return Claim(0, columns.dst_region, columns.dst_offset, columns.length, columns.dst_lane)
-
-
-def _one_group_each(overlay: Overlay, tables: Mapping[int, _Listed]) -> set[int]:
-    """Refuse a block that is in the tables of two groups that overlay each other: what one wrote there, the other lost.
-    The groups that were seen to name each block once, too."""
-    distinct: set[int] = set()
-    for cluster in overlay.clusters:
-        found = [tables[group].ids for group in cluster if group in tables]
-        if len(found) < 2:
-            continue
-        if not _repeats(np.concatenate(found)):
-            distinct.update(cluster)
-            continue
-        clash = overlay.clash({group: table.ids for group, table in tables.items()})
-        if clash is not None:
-            block, one, other = clash
-            raise BindError(
-                f"the {tables[one].group.side}'s block tables of groups {one} and {other} both name block {block}, and these "
-                "groups share its memory: a block belongs to one group at a time"
-            )
-    return distinct
-
-
-def _no_holes(table: _Listed, first: int, stop: int, need: Need) -> None:
-    if first >= stop:
-        return
-    holes, _ = table.holes(first, stop)
-    if len(holes):
-        at, group = int(holes[0]), table.group
-        raise BindError(
-            f"{need.layers[0]}: the {group.side} has no block for tokens [{at}, {at + group.tokens}) in group {group.id}, "
-            f"but tokens [{first}, {stop}) are needed"
-        )
-
-
-def _placed(table: _Listed, cut: Intervals, tokens: int) -> tuple[Ids, Ids]:
-    """Block id and place in the block of the tiles of so many tokens that are numbered `cut`; there are some."""
-    ids, per_block = table.ids, table.group.tokens // tokens
-    low, high = cut
-    if len(low) > 1:
-        at = integers(low, high)
-        place = at // per_block
-        return ids[place], (at - place * per_block).astype(ids.dtype, copy=False)
-    start, stop = int(low[0]), int(high[0])
-    first = start // per_block
-    blocks = ids[first : -(-stop // per_block)]
-    inside = slice(start - first * per_block, stop - first * per_block)
-    places = _places(per_block, 1 << (len(blocks) - 1).bit_length(), ids.dtype)
-    return (blocks if per_block == 1 else blocks.repeat(per_block))[inside], places[inside]
-
-
-@lru_cache(maxsize=256)
-def _places(per_block: int, blocks: int, dtype: np.dtype[Any]) -> Ids:
-    """The places of all tiles of so many blocks; asked for by powers of two, so that a few answers serve all requests."""
-    found = np.tile(np.arange(per_block, dtype=dtype), blocks)
-    found.setflags(write=False)
-    return found
