@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from kvferry.errors import MismatchError, SessionError, TransportError
 from kvferry.manifest import Identity
+from kvferry.plan import Request
 from kvferry.session import Ferry, Lease, Meeting, Outcome, PeerKey, Release, Welcome, Words, meet
 from kvferry.strategy import HostMover
 from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, Storage
@@ -934,15 +936,16 @@ def test_of_loads_that_begin_together_one_that_finds_no_landing_place_fails_alon
     assert made.free_landings == [2]
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("in_step", [False, True])
-def test_of_loads_that_begin_together_one_that_cannot_be_filled_fails_alone(monkeypatch, in_step):
+def test_of_loads_that_begin_together_one_that_cannot_be_filled_fails_alone(monkeypatch, in_step, bad):
     made = dock(case(False, 1, 1), mapped=True)
     (ferry,) = made.ferries
     fill, filled = ferry._fill, []
 
     def once(fills: Any) -> Any:
         filled.append(len(fills))
-        if len(filled) == 2:
+        if len(filled) == bad + 1:
             raise SessionError("nothing can be zeroed")
         return fill(fills)
 
@@ -951,7 +954,8 @@ def test_of_loads_that_begin_together_one_that_cannot_be_filled_fails_alone(monk
     ferry.load(*[made.load(made.lease(name), name, in_step=in_step) for name in names])
     if in_step:
         ferry.settle(names, PATIENCE_S)
-    assert {o.request: o.error for o in made.step(ENOUGH)} == {"r0": "", "r1": "nothing can be zeroed", "r2": ""}
+    wanted = dict.fromkeys(names, "") | {names[bad]: "nothing can be zeroed"}
+    assert {o.request: o.error for o in made.step(ENOUGH)} == wanted
     assert all(filled)
     nothing_left(made)
 
@@ -972,3 +976,46 @@ def test_loads_that_are_waited_for_beside_the_steps_are_copied_together_too():
     assert slow.sizes[len(data) :] == [8 * len(leases)] * len(made.berths)
     assert made.differing() == []
     nothing_left(made)
+
+
+def test_loads_that_no_step_waits_for_are_not_copied_together_with_long_ones(monkeypatch):
+    slow = _Slow()
+    made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow)
+    (ferry,) = made.ferries
+    slow.go()
+    made.step(ENOUGH)
+    slow.sizes.clear()
+    load = made.load(made.lease("r0"), "r0")
+    size = ferry._peers[made.peer].binder.load(Request(load.tokens, load.src, load.dst, load.start)).bytes
+    monkeypatch.setattr("kvferry.session.ferry._TOGETHER", 2 * size)
+    ferry.load(load, *[made.load(made.lease(name), name) for name in ("r1", "r2")])
+    assert slow.sizes == [2 * size, size]
+    slow.go()
+    assert {o.request: o.error for o in (*ferry.outcomes(), *made.step(ENOUGH))} == dict.fromkeys(("r0", "r1", "r2"), "")
+    assert made.differing() == []
+
+
+def test_a_landing_place_is_given_back_once_whatever_is_said_of_the_path(monkeypatch):
+    made = dock(case(False, 1, 1), mapped=True, warm=False)
+    (ferry,) = made.ferries
+
+    def path(name: str) -> Any:
+        raise OSError("no file is left")
+
+    monkeypatch.setattr(ferry._transport, "path", path)
+    for _ in range(5):
+        with suppress(OSError):
+            ferry.step()
+    assert sorted(ferry._landings) == list(range(8))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_how_a_producer_is_read_is_said_when_it_is_known(mapped, caplog):
+    """Words lie in host memory, and a transport may read caches otherwise."""
+    caplog.set_level(logging.INFO, "kvferry.session")
+    made = dock(case(False, 1, 1), mapped=mapped)
+    made.step(ENOUGH)
+    assert ("carried by" in caplog.text) == mapped
+    made.hand_in(made.load(made.lease()))
+    assert errors(made.step(ENOUGH)) == [""]
+    assert caplog.text.count("carried by") == 1

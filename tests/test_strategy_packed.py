@@ -978,3 +978,29 @@ def test_a_consumer_process_that_vanishes_leaves_the_producer_serving_others() -
     finally:
         wharf.close()
         wharf.peer.close()
+
+
+@pytest.mark.parametrize("way", ["packed", "staged"])
+def test_a_read_that_fails_unexpectedly_is_given_back_failed_and_nothing_of_it_is_written_later(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever read may have given the blocks away by then."""
+    made = world(way=way, budgets=(1 << 18, LEAST))
+    prepared = made.prepare()
+    read = made.wire.read
+
+    def broken(*args: Any, **named: Any) -> Read:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(made.wire, "read", broken)
+    first = made.read(prepared)
+    made.turn([first], 3)
+    assert first.state is State.FAILED
+    assert "RuntimeError: out of memory" in first.error
+    monkeypatch.setattr(made.wire, "read", read)
+    assert made.target.release(first)
+    assert made.untouched
+    second = made.read(prepared)
+    assert made.finish(second) == [State.DONE]
+    assert first.moved == 0
+    assert made.right

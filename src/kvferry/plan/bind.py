@@ -172,6 +172,9 @@ class _Runs:
     def __len__(self) -> int:
         return len(self.columns)
 
+    def ready(self) -> None:
+        _ = self._there, self._here, self._fills_blocks
+
     def at(self, tiles: Tiles) -> tuple[Ints, ...]:
         """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged."""
         tiles, length = self._long(tiles)
@@ -246,6 +249,8 @@ class Binder:
     def ready(self) -> Binder:
         """Itself, with everything found that follows from the plan, which the first request would wait for."""
         _ = self._overlay_here, self._overlay_there
+        for runs in (runs for tiles in (*self._edges, *self._fills) for runs in tiles):
+            runs.ready()
         return self
 
     def _whole_ends(self, spare: int) -> dict[tuple[int, int], tuple[int, int]]:

@@ -50,6 +50,8 @@ _LENT_S: Final = 0.005
 """Between two looks at loads that the engine's own thread looks after."""
 _AT_LEAST: Final = 400e9
 """Bytes a second."""
+_TOGETHER: Final = 2 << 30
+"""Bytes of loads that are copied together where no step waits for all of them: a millisecond or two on a device."""
 _SETTLING_S: Final = 0.00005
 """Between two looks at loads that a step waits for."""
 _IDLE_S: Final = 0.05
@@ -132,7 +134,7 @@ class Ferry:
             self._depart_together([crossing for load in loads if (crossing := self._embark(load)) is not None])
 
     def _depart_together(self, crossings: Sequence[Crossing]) -> None:
-        """Out of mapped memory, by one launch for all loads from a producer."""
+        """Out of mapped memory, by one launch for all loads from a producer, none of which is over before all are."""
         ready: dict[Link, list[Crossing]] = {}
         for crossing in crossings:
             link = crossing.peer.link
@@ -195,10 +197,17 @@ class Ferry:
     def _attempt_all(
         self, crossings: Sequence[Crossing], link: Link, action: Callable[[Sequence[Crossing], Link], None]
     ) -> None:
-        """Whatever goes wrong fails all of them."""
+        """Whatever goes wrong fails all of them, but for what the action itself found wrong with one."""
         first, *others = crossings
-        self._attempt(first, lambda _: action(crossings, link))
-        for crossing in others:
+        ended = False
+
+        def act(_: Crossing) -> None:
+            nonlocal ended
+            action(crossings, link)
+            ended = True
+
+        self._attempt(first, act)
+        for crossing in others if not ended else ():
             crossing.error = crossing.error or first.error
 
     def _begun(self, loads: Sequence[Load]) -> Sequence[Load]:
@@ -210,7 +219,8 @@ class Ferry:
             left = [load for load in loads if not self._is_mapped(load.peer)]
             ready = (self._embark(load) for load in loads if self._is_mapped(load.peer))
             crossings = [crossing for crossing in ready if crossing is not None]
-            self._depart_together(crossings)
+            for several in _convoys(crossings):
+                self._depart_together(several)
             for crossing in crossings:
                 self._call_for_help(crossing)
             return left
@@ -374,10 +384,10 @@ class Ferry:
         except TransportError as error:
             logger.debug("%s: a read that warmed its connection up is still held: %s", warming.peer, error)
             return False
-        self._landings.append(warming.landing)
         peer = self._peers.get(warming.peer)
-        if peer is not None and peer.link is warming.link:
+        if peer is not None and peer.link is warming.link and warming.link.anywhere:
             self._tell(peer, warming.link)
+        self._landings.append(warming.landing)
         return True
 
     def _lingers(self, key: PeerKey) -> bool:
@@ -626,6 +636,19 @@ class Ferry:
             return
         remedy = f" ({path.remedy})" if path.slow and path.remedy else ""
         logger.info("%s; carried by %s%s", peer.meeting, path.name, remedy)
+
+
+def _convoys(crossings: Sequence[Crossing]) -> list[list[Crossing]]:
+    """In turn, as many together as are copied in a moment: a short load does not wait for long ones."""
+    out: list[list[Crossing]] = []
+    size = _TOGETHER
+    for crossing in crossings:
+        if size + crossing.loading.bytes > _TOGETHER:
+            out.append([])
+            size = 0
+        out[-1].append(crossing)
+        size += crossing.loading.bytes
+    return out
 
 
 def _described(error: Exception) -> str:

@@ -168,7 +168,7 @@ class Gathering:
         return bool(self._orders or self._leaving) or self._clock() - self._served_at < AWAKE_S
 
     def hear(self, data: bytes) -> None:
-        """Take in a consumer's message; one that is not right changes nothing, and is said to the log alone."""
+        """Take in a consumer's message; one that is not right is said to the log alone."""
         try:
             self._hear(data)
         except (KVFerryError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -12,6 +12,7 @@ has let go of it.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ from kvferry.strategy.moves import Moves, joined
 from kvferry.strategy.staging import Boards, Cut, Offer, Slots, Staging, Words, board_plan, noting, pages, ring_plan
 from kvferry.strategy.turns import turn
 from kvferry.transport.contract import Prepared, Read, State, Storage, Telemetry, Transport
+
+logger = logging.getLogger("kvferry.strategy")
 
 Way = Literal["packed", "staged"]
 
@@ -167,7 +170,7 @@ class Landing:
     @property
     def busy(self) -> bool:
         """Whether a producer gathers for this end, and lately something came of it."""
-        asked = any(read.detoured.source is not None for read in self._running)
+        asked = any(read.detoured.source is not None for read in tuple(self._running))
         return asked and self._clock() - self._moved_at < _LIVELY_S
 
     @property
@@ -276,6 +279,9 @@ class Landing:
                 self._advance(read)
             except TransportError as error:
                 read.fail(str(error))
+            except Exception as error:
+                logger.exception("a read by way of staging failed unexpectedly")
+                read.fail(f"{type(error).__name__}: {error}")
         self._moved_at = max(self._moved_at, read.moved_at)
         since = read.moved_at if read.flights else self._moved_at
         if read.state is State.RUNNING and self._clock() - since > self._timeout_s:
@@ -370,6 +376,10 @@ class Landing:
             except TransportError as error:
                 self._slots.give(slot)
                 read.fail(str(error))
+                self._see_off(read)
+            except Exception as error:
+                logger.exception("a piece could not be begun; its slot is not used again, since something may still land there")
+                read.fail(f"{type(error).__name__}: {error}")
                 self._see_off(read)
 
     def _begin(self, read: DetouredRead, slot: int) -> None:

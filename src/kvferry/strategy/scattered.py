@@ -4,7 +4,8 @@ To whoever reads it is a transport like any other, with the same promises. Each 
 numbers of its path, out of those that were asked for: by descriptors (`direct`), gathered by the producer (`packed`), or
 covered and extracted here (`staged`). What cannot go by staging goes by descriptors, and that is said once.
 
-A process has both parts: others ask it to gather what it holds, and it lands what it reads. One thread calls it.
+A process has both parts, or the one that it has a ring for: others ask it to gather what it holds, and it lands what it reads.
+One thread calls it.
 """
 
 from __future__ import annotations

@@ -53,8 +53,9 @@ _POSTING_S: Final = 0.002
 what has landed."""
 _PASSED_OVER: Final = 64
 """For so many rounds at most are smaller reads preferred to one that waits."""
-_TELLING: Final = 4096
-"""More bytes than this say how a peer is read: UCX takes other ways for a few of them, and for host memory."""
+_TELLING: Final = 1 << 14
+"""More bytes than this say how a peer is read: UCX takes other ways for a few of them, and for host memory, where the words lie
+that a session reads to warm a connection up."""
 
 
 @dataclass(frozen=True)
@@ -374,7 +375,10 @@ class NixlTransport:
 
     def _landed(self, peer: Peer, read: NixlRead, flight: Flight) -> None:
         flight.over = True
-        read.landed.append(self._agent.get_xfer_telemetry(flight.handle))
+        try:
+            read.landed.append(self._agent.get_xfer_telemetry(flight.handle))
+        except self._library.errors as error:
+            self._fail(read, f"NIXL does not say what it moved: {error}")
         read.moved_at = peer.moved_at = self._clock()
         self._let_go(peer, read, flight)
 

@@ -20,8 +20,8 @@ from kvferry.session import PeerKey
 SHORT_S: Final = 0.008
 """All copies that one step may wait for: about a decode step of a small model."""
 LOADS_A_STEP: Final = 24
-"""Loads that one step takes on at least, in haste or not: of those that come together, the first need not wait until the last
-are ordered, and who decodes beside them waits for a few only."""
+"""Loads that one step takes on at least, in haste or not, unless it takes on none: of those that come together, the first need
+not wait until the last are ordered, and who decodes beside them waits for a few only."""
 LOAD_S: Final = 0.0005
 """About what a load costs the engine's thread: a long step takes on as many as would double it."""
 FEW: Final = 4
