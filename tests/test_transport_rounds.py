@@ -112,3 +112,18 @@ def test_a_round_does_not_post_for_long(monkeypatch):
         sea.round([large])
         assert now[0] - before <= 1e-5 * 512 + 1e-9
     assert sea.agent.calls["transfer"] == 8
+
+
+def test_a_read_of_which_nobody_says_what_it_moved_fails_and_its_handle_is_given_back(monkeypatch):
+    sea = Sea(monkeypatch, window=64, blocks=32, rate=64)
+    read = sea.read(32)
+
+    def silent(handle: object) -> None:
+        raise RuntimeError("no telemetry")
+
+    monkeypatch.setattr(sea.agent, "get_xfer_telemetry", silent)
+    rounds(sea, read, until=read)
+    assert read.state is State.FAILED
+    assert "no telemetry" in read.error
+    assert sea.transport.release(read)
+    assert sea.agent.flying == []

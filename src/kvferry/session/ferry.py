@@ -149,11 +149,8 @@ class Ferry:
 
     def pace(self, key: PeerKey) -> float | None:
         """Seconds a token at a pace that any device's memory has, of a producer that any thread may read from."""
-        peer = self._peers.get(key)
-        link = peer.link if peer is not None else None
-        if peer is None or link is None or not link.anywhere:
-            return None
-        return sum(cost.bytes_per_token for cost in costs(peer.binder.plan)) / _AT_LEAST
+        peer = self._mapped(key)
+        return None if peer is None else sum(cost.bytes_per_token for cost in costs(peer.binder.plan)) / _AT_LEAST
 
     def linger(self, limit_s: float) -> None:
         """Wait until the loads that were begun on the engine's own thread are over, and no longer than this."""
@@ -216,8 +213,8 @@ class Ferry:
         if not loads or self._commands or not self._turn.acquire(blocking=False):
             return loads
         try:
-            left = [load for load in loads if not self._is_mapped(load.peer)]
-            ready = (self._embark(load) for load in loads if self._is_mapped(load.peer))
+            left = [load for load in loads if self._mapped(load.peer) is None]
+            ready = (self._embark(load) for load in loads if self._mapped(load.peer) is not None)
             crossings = [crossing for crossing in ready if crossing is not None]
             for several in _convoys(crossings):
                 self._depart_together(several)
@@ -227,9 +224,11 @@ class Ferry:
         finally:
             self._turn.release()
 
-    def _is_mapped(self, key: PeerKey) -> bool:
+    def _mapped(self, key: PeerKey) -> Peer | None:
+        """A producer that any thread may read from."""
         peer = self._peers.get(key)
-        return peer is not None and peer.link is not None and peer.link.anywhere
+        link = peer.link if peer is not None else None
+        return peer if link is not None and link.anywhere else None
 
     def _call_for_help(self, crossing: Crossing) -> None:
         """What went wrong is for the ferry's thread to clear up."""

@@ -40,8 +40,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Engine:
-    """`role`: P or D. `window`: where its block pool is looked into. `listen`: where P
-    of our connector listens, and D looks for it at its start, as everybody would have it who knows where P is."""
+    """`role`: P or D. `window`: where its block pool is looked into. `listen`: where P of our connector listens, and D looks
+    for it at its start, as everybody would have it who knows where P is."""
 
     model: Model
     arm: Arm
