@@ -130,6 +130,20 @@ def test_an_address_that_was_waited_for_in_vain_is_left_alone_twice_as_long_whoe
     assert greeted(it, 45.0) == [PEER.address]
 
 
+def test_a_start_that_is_named_where_nobody_was_a_moment_ago_is_asked_for_at_once():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    assert greeted(it, 0.0) == [PEER.address]
+    it.unanswered(PEER.address, "nobody listens", 0.25)
+    it.greet(RESTARTED, 0.5)
+    assert it.peer(RESTARTED, 0.5) == "nobody listens"
+    later = replace(PEER, incarnation="p3")
+    it.greet(later, 0.75)
+    assert greeted(it, 0.75) == [PEER.address]
+    answer(it, later, "plans", 1.0)
+    assert it.peer(later, 1.0) == "plans"
+
+
 def test_dead_addresses_hold_up_neither_new_ones_beyond_their_share_nor_any_that_has_answered():
     it = Consumer[str](HELLO, RETRY_S, RENEW_S, asking=8)
     known = PeerKey("10.0.0.9:7000", "p", "p1")

@@ -3,7 +3,9 @@
 A producer is known by its address, engine and incarnation, so that one that restarted is greeted again. It is asked at its
 address, and whoever answers there answers for every start that was named there: one greeting is under way at an address at a
 time, and few to addresses that have never answered, so that dead ones hold up nobody else. An address that let us wait in vain
-is left alone for twice that time. Events come in as method calls with the time; what is to be sent comes out of `take`.
+is left alone for twice that time; one that refused at once may be asked at once for a start that is named there later: who
+restarts has an address before anybody can name it. Events come in as method calls with the time; what is to be sent comes out
+of `take`.
 """
 
 from __future__ import annotations
@@ -175,10 +177,10 @@ class Consumer(Generic[T]):
         """A greeting came to nothing, for everybody who was named at the address."""
         place = self._addresses.setdefault(address, _Address())
         took = now - place.began if place.began is not None else 0.0
-        place.began, place.reason, place.retry_at = None, reason, now + max(self._retry_s, 2 * took)
+        place.began, place.reason, place.retry_at = None, reason, now + 2 * took
         for peer, known in self._peers.items():
             if peer.address == address and known.asking:
-                self._refuse(known, reason, place.retry_at)
+                self._refuse(known, reason, max(place.retry_at, now + self._retry_s))
 
     def known(self, peer: PeerKey, found: T, lease_s: float) -> None:
         """What the driver made of a welcome; leases there are renewed three times in `lease_s` at least."""
