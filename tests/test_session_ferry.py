@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -880,6 +882,40 @@ def test_loads_in_a_step_are_copied_together_and_their_words_are_read_together_a
     assert slow.sizes == [3 * outcomes["r0"].moved, 24]
     assert made.differing() == []
     nothing_left(made)
+
+
+LETS_GO = {"sort", "argsort", "argmin", "argmax", "reduceat", "searchsorted"}
+"""Calls that let go of Python's lock, however little they do."""
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_what_a_load_in_a_step_does_keeps_pythons_lock(hybrid):
+    """The engine's thread waits for milliseconds to have it back while requests arrive."""
+    slow = _Slow()
+    made = dock(case(hybrid, 1, 1), mapped=True, mover=lambda: slow)
+    (ferry,) = made.ferries
+    leases = {name: made.lease(name) for name in ("r0", "r1", "r2")}
+    loads = [made.load(lease, name, in_step=True) for name, lease in leases.items()]
+    beside = (inspect.getfile(HostMover), inspect.getfile(Dock))
+    called: list[str] = []
+
+    def hear(frame, event, function):
+        place = frame
+        while event == "c_call" and place is not None and place.f_code.co_filename not in beside:
+            if place.f_code is Ferry.load.__code__:
+                called.append(function.__name__)
+            place = place.f_back
+
+    sys.setprofile(hear)
+    try:
+        ferry.load(*loads)
+    finally:
+        sys.setprofile(None)
+    slow.go()
+    ferry.settle(tuple(leases), PATIENCE_S)
+    assert errors(ferry.outcomes()) == [""] * 3
+    assert "cumsum" in called
+    assert LETS_GO.isdisjoint(called)
 
 
 def test_copies_for_several_that_are_short_count_for_none_of_them():

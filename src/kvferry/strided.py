@@ -214,4 +214,7 @@ def merge(src: Ints, dst: Ints, length: Ints, *same: Ints) -> tuple[Ints, ...]:
     if not joined.any():
         return (src, dst, length, *same)
     first = np.flatnonzero(np.concatenate([[True], ~joined]))
-    return (src[first], dst[first], np.add.reduceat(length, first), *(c[first] for c in same))
+    total = length.cumsum()
+    lengths = np.append(total[first[1:] - 1], total[-1])
+    lengths[1:] -= lengths[:-1].copy()
+    return (src[first], dst[first], lengths, *(c[first] for c in same))

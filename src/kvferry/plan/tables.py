@@ -75,7 +75,7 @@ def listed(tables: Mapping[int, Table], group: Paged) -> Listed:
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
         raise BindError(f"{group.table} is not a list of block ids")
     if len(found) > 1:
-        least, most = int(found[found.argmin()]), int(found[found.argmax()])
+        least, most = int(found.min()), int(found.max())
     else:
         least = most = found.item() if len(found) else 0
     if least < HOLE or most >= group.blocks:

@@ -144,6 +144,7 @@ class Ferry:
                 ready.setdefault(link, []).append(crossing)
         for link, found in ready.items():
             self._attempt_all(found, link, self._post)
+        self._check_together(crossings)
         for crossing in crossings:
             self._attempt(crossing, self._advance)
 
