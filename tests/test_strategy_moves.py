@@ -6,6 +6,7 @@ import ctypes
 import gc
 from collections.abc import Mapping, Sequence
 from math import prod
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+import kvferry.strategy.moves
 import oracle
 from drawn_moves import Choose, Drawn, Guarded, Key, drawn
 from ferrying import manifests_of, place, request_of
@@ -85,13 +87,15 @@ def test_every_byte_is_as_an_independent_oracle_says_wherever_regions_begin(case
 
 @settings(max_examples=80 * DEPTH)
 @given(st.data())
-def test_drawn_plans_are_carried_out_run_by_run(data: st.DataObject) -> None:
+def test_drawn_plans_are_carried_out_run_by_run_however_many_places_are_reckoned_at_a_time(data: st.DataObject) -> None:
     made = drawn(choosing(data))
     read: list[int] = []
+    held = data.draw(st.sampled_from([1, 2, 500]))
     for source in range(len(made.plan.sources)):
         read.append(source)
         want = made.expected(*read)
-        bound = moved(made.moves(source), made.tiles)
+        with patch.object(kvferry.strategy.moves, "_HELD", held):
+            bound = moved(made.moves(source), made.tiles)
         assert bound.bytes == made.bytes(source)
         for region, bytes_there in zip(made.here, want, strict=True):
             assert np.array_equal(region.whole, bytes_there)

@@ -170,9 +170,11 @@ class CudaMover:
 
     def __init__(self, device: int, programs: int = PROGRAMS) -> None:
         self._index, self._device, self._programs = device, torch.device("cuda", device), programs
+        self._counts = len(UNITS) * len(COLUMNS) * programs
         self._driver = _Driver()
         self._driver.enter(device)
         self._stream = torch.cuda.Stream(self._device)
+        self._none = np.zeros(self._counts, np.int64).data
         self._free = {room: self._slots(room, count) for room, count in _READY.items()}
         self._warmed: set[Form] = set()
         for columns in COLUMNS:
@@ -216,7 +218,7 @@ class CudaMover:
         if not bound.launches:
             return Over(0)
         slot, free = self._slot(bound.table)
-        slot.counts.numpy()[:] = 0
+        slot.counts.numpy().data[:] = self._none
         try:
             for launch, counts in zip(bound.launches, slot.counts.split(self._programs), strict=False):
                 self._launch(prepared, slot.table, launch.at, launch.jobs, counts, launch.form)
@@ -248,15 +250,15 @@ class CudaMover:
         room = min((room for room in self._free if room >= length), default=1 << (length - 1).bit_length())
         free = self._free.setdefault(room, [])
         slot = free.pop() if free else self._slots(room, 1)[0]
-        np.copyto(slot.host.numpy()[: len(table)], table)
+        # Unlike NumPy's copies, a memoryview's keep Python's lock, however long they are.
+        slot.host.numpy().data[:length] = table.data
         self._driver.record(slot.began, self._stream)
-        self._driver.upload(slot.table.data_ptr(), slot.host.data_ptr(), 8 * len(table), self._stream)
+        self._driver.upload(slot.table.data_ptr(), slot.host.data_ptr(), 8 * length, self._stream)
         return slot, free
 
     def _slots(self, room: int, count: int) -> list[_Slot]:
-        each = len(UNITS) * len(COLUMNS) * self._programs
         hosts = torch.empty((count, room), dtype=torch.int64, pin_memory=True)
-        counts = torch.empty((count, each), dtype=torch.int64, pin_memory=True)
+        counts = torch.empty((count, self._counts), dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(self._stream):
             tables = torch.empty((count, room), dtype=torch.int64, device=self._device)
         event = self._driver.event

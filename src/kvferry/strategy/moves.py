@@ -31,6 +31,10 @@ FIELDS: Final = 5
 """Columns of both tables. Pieces: source, destination, length in elements, source lane, destination lane. Jobs: first piece,
 pieces, tiles, first place, turn."""
 
+_HELD: Final = 500
+"""Numbers up to which NumPy keeps Python's lock. The engine's thread would wait for milliseconds to have it back while requests
+arrive, once for every sum of more."""
+
 Base = Callable[[int], int]
 Key = tuple[int, int]
 
@@ -218,7 +222,11 @@ def _common(lane: Lane) -> int:
     return int(np.gcd.reduce([lane.block_stride, *(stride for _, stride in lane.digits)]))
 
 
-def _offsets(lanes: Sequence[Lane], used: Sequence[int], block: Ints, tile: Ints, shift: int) -> list[Ints]:
-    block, tile = block.astype(np.int64, copy=False), tile.astype(np.int64, copy=False)
-    found = [travelled(lanes[index], block, tile) for index in used]
-    return [far + shift for far in found] if shift else found
+def _offsets(lanes: Sequence[Lane], used: Sequence[int], block: Ints, tile: Ints, shift: int) -> Iterator[Ints]:
+    """Lane by lane, a few at a time."""
+    few = [slice(at, at + _HELD) for at in range(0, len(block), _HELD)]
+    tiles = [(block[some].astype(np.int64, copy=False), tile[some].astype(np.int64, copy=False)) for some in few]
+    for index in used:
+        for place in tiles:
+            far = travelled(lanes[index], *place)
+            yield far + shift if shift else far
