@@ -160,6 +160,19 @@ def test_what_another_process_makes_at_the_same_time_is_not_swept(folder, monkey
     assert opened(late).alive
 
 
+def test_a_dead_owner_is_dead_while_what_it_left_is_swept(made, monkeypatch):
+    other, real, seen = opened(made), Path.unlink, []
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        seen.append((path.name, other.alive))
+        real(path, missing_ok)
+
+    made.disown()
+    monkeypatch.setattr(Path, "unlink", unlink)
+    SharedBytes(8).close()
+    assert (made.name, False) in seen
+
+
 def test_only_what_this_user_left_behind_is_swept(folder, monkeypatch):
     names = [f"kvferry-{secrets.token_hex(16)}" for _ in range(4)]
     for name in ("kvferry-other", "other", *names):

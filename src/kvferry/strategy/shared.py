@@ -10,6 +10,8 @@ else, still does; then a dead owner is taken for alive until that child ends.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -33,6 +35,10 @@ NONCE: Final = 16
 _NAME: Final = re.compile(r"kvferry-[0-9a-f]{32}")
 _TO_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Anybody may put anything there: a link, or a pipe that nobody writes to."""
+
+_C: Final = ctypes.PyDLL(None, use_errno=True)
+"""Called with Python's lock in hand. `fcntl.flock` lets go of it, and who asks before every load would wait for milliseconds to
+have it back from a busy thread."""
 
 Memory = npt.NDArray[np.uint8]
 
@@ -92,12 +98,13 @@ class OpenedBytes:
         """Whether the owner still holds its lock."""
         if self._file < 0:
             return False
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-        return False
+        if not _C.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB):
+            _C.flock(self._file, fcntl.LOCK_UN)
+            return False
+        reason = ctypes.get_errno()
+        if reason != errno.EWOULDBLOCK:
+            raise OSError(reason, os.strerror(reason))
+        return True
 
     def close(self) -> None:
         """Nothing may read at `address` from now on; arrays of the memory that are in use keep it."""
@@ -161,12 +168,13 @@ def _opened(name: str, nonce: bytes, length: int) -> tuple[int, mmap.mmap]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove a file of this user whose owner has died; meanwhile nobody can lock it."""
+    """Remove a file of this user whose owner has died; meanwhile nobody can make it theirs. The lock is one that others can share:
+    whoever asks whether the owner lives would take any other for the owner's."""
     with suppress(OSError):
         file = os.open(path, _TO_READ)
         try:
             if _ours(os.fstat(file)) and _NAME.fullmatch(path.name):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
         finally:
             os.close(file)
