@@ -552,7 +552,7 @@ def arrive(
 
 def _path(berth: Berth) -> str:
     try:
-        (peer,) = berth.ferry._peers.values()
+        (peer,) = berth.ferry._links.peers.values()
         assert peer.link is not None
         return ", ".join(berth.end.transport.path(name).name for name in peer.link.names)
     except (KVFerryError, AssertionError, ValueError) as error:

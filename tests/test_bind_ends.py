@@ -122,7 +122,7 @@ def met(plans: Sequence[Plan]) -> Peer:
     peer = PeerKey("127.0.0.1:7000", "P", "1")
     ferry.meet(Meeting(peer, (), tuple(plans)))
     ferry.step()
-    return ferry._peers[peer]
+    return ferry._links.peers[peer]
 
 
 @pytest.mark.parametrize(("pool", "tokens"), [("block", 32), ("layer", 23)])

@@ -1022,7 +1022,7 @@ def test_loads_that_no_step_waits_for_are_not_copied_together_with_long_ones(mon
     made.step(ENOUGH)
     slow.sizes.clear()
     load = made.load(made.lease("r0"), "r0")
-    size = ferry._peers[made.peer].binder.load(Request(load.tokens, load.src, load.dst, load.start)).bytes
+    size = ferry._links.peers[made.peer].binder.load(Request(load.tokens, load.src, load.dst, load.start)).bytes
     monkeypatch.setattr("kvferry.session.ferry._TOGETHER", 2 * size)
     ferry.load(load, *[made.load(made.lease(name), name) for name in ("r1", "r2")])
     assert slow.sizes == [2 * size, size]

@@ -17,7 +17,8 @@ from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.haste import FEW, LOAD_S, LOADS_A_STEP, SHORT_S, Haste, looks_ahead, may_hurry
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.errors import SessionError
-from kvferry.session import Ferry, Lease, PeerKey
+from kvferry.session import Lease, PeerKey
+from kvferry.session.links import Links
 
 pytestmark = pytest.mark.vllm
 
@@ -29,14 +30,14 @@ REQUEST = SimpleNamespace(mm_features=[])
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What any thread may read counts as quick here: nothing is timed."""
-    connect, saw = Ferry._connect, Haste.saw
+    connect, saw = Links.connect, Haste.saw
 
-    def anywhere(self: Ferry, peer: Any) -> Any:
+    def anywhere(self: Links, peer: Any) -> Any:
         link = connect(self, peer)
         link.anywhere = True
         return link
 
-    monkeypatch.setattr(Ferry, "_connect", anywhere)
+    monkeypatch.setattr(Links, "connect", anywhere)
     monkeypatch.setattr(Haste, "saw", lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6))
 
 
@@ -157,7 +158,7 @@ class TestInAStep:
         with engines(*sides("llama", side(), side())) as (there, here):
             acquainted(there, here)
             params = prefilled(there, "r", prompt(4))
-            here.connectors[0].worker._ferry._peers.clear()
+            here.connectors[0].worker._ferry._links.peers.clear()
             here.scheduler.add_request(here.request("r", prompt(4), params))
             here.step()
             here.idle()

@@ -16,12 +16,13 @@ import numpy as np
 
 from kvferry.errors import BindError
 from kvferry.manifest.schema import HOLE
-from kvferry.plan.columns import Columns, expanded
+from kvferry.plan.columns import Columns
 from kvferry.plan.intervals import NOTHING, Intervals, cut_at, integers, interval, subtract, union
-from kvferry.plan.overlay import Claim, Ids, Overlay
-from kvferry.plan.schema import Edge, Fill, Grain, Lane, Need, Plan
+from kvferry.plan.overlay import Claim, Overlay
+from kvferry.plan.schema import Edge, Fill, Need, Plan
 from kvferry.plan.tables import Listed, Paged, Table, insist_on_blocks, listed, one_group_each, placed, repeats
-from kvferry.strided import Ints, merge, size, split
+from kvferry.plan.tiles import Runs, Tiles
+from kvferry.strided import Ints, merge
 
 _ORIGIN: Final = np.zeros(1, np.int32)
 _ORIGIN.setflags(write=False)
@@ -84,16 +85,6 @@ _NO_FILLS: Final = Fills(_NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tiles of one edge at one grain: block id and place in the block, on either side."""
-
-    src_block: Ids
-    src_tile: Ids
-    dst_block: Ids
-    dst_tile: Ids
-
-
-@dataclass(frozen=True)
 class Binding:
     """One request's transfer: copies by source, fills, and per group the table positions of blocks that are right for
     this request but not whole for every layer, so that they must not become findable by their hash."""
@@ -145,71 +136,6 @@ class _Ranges:
     unhashable: dict[int, list[Ints]] = field(default_factory=lambda: defaultdict(list))
 
 
-class _Side:
-    """One side of a tile's runs: where each lies in tile 0 of block 0, and the lane that it travels by."""
-
-    def __init__(self, region: Ints, offset: Ints, lane: Ints, lanes: Sequence[Lane]) -> None:
-        used, self._which = np.unique(lane, return_inverse=True)
-        self._region, self._offset = region, offset[:, None]
-        self._lanes = [lanes[index] for index in used.tolist()]
-
-    def at(self, block: Ids, tile: Ids) -> tuple[Ints, Ints]:
-        """Region and offset of every run at every tile."""
-        block, tile = block.astype(np.int64, copy=False), tile.astype(np.int64, copy=False)
-        rows = [travelled(lane, block, tile) for lane in self._lanes]
-        moved = rows[0] if len(rows) == 1 else np.array(rows)[self._which]
-        return self._region.repeat(len(block)), (moved + self._offset).reshape(-1)
-
-
-class _Runs:
-    """The runs of one tile of a grain, with what follows from the plan alone."""
-
-    def __init__(self, grain: Grain, lanes: Sequence[Lane]) -> None:
-        self.columns = expanded(grain.runs)
-        self.bytes = int(self.columns.length.sum())
-        self._lanes = lanes
-
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    def ready(self) -> None:
-        _ = self._there, self._here, self._fills_blocks
-
-    def at(self, tiles: Tiles) -> tuple[Ints, ...]:
-        """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged."""
-        tiles, length = self._long(tiles)
-        return (*self._there.at(tiles.src_block, tiles.src_tile), *self._here.at(tiles.dst_block, tiles.dst_tile), length)
-
-    def filled(self, block: Ids, tile: Ids) -> tuple[Ints, ...]:
-        """As `at`, of a fill: both of its sides are the destination."""
-        tiles, length = self._long(Tiles(block, tile, block, tile))
-        return (*self._here.at(tiles.dst_block, tiles.dst_tile), length)
-
-    def _long(self, tiles: Tiles) -> tuple[Tiles, Ints]:
-        """The tiles, and the lengths of all runs at each: consecutive blocks are one where all runs fill their blocks, before
-        runs multiply them."""
-        if not self._fills_blocks:
-            return tiles, self.columns.length.repeat(len(tiles.src_block))
-        tiles, joined = _consecutive(tiles)
-        return tiles, (self.columns.length[:, None] * joined).reshape(-1)
-
-    @cached_property
-    def _there(self) -> _Side:
-        return _Side(self.columns.src_region, self.columns.src_offset, self.columns.src_lane, self._lanes)
-
-    @cached_property
-    def _here(self) -> _Side:
-        return _Side(self.columns.dst_region, self.columns.dst_offset, self.columns.dst_lane, self._lanes)
-
-    @cached_property
-    def _fills_blocks(self) -> bool:
-        """Whether a tile is a whole block on either side, and every run as long as blocks are apart: only then are blocks
-        whose ids follow each other one stretch of memory. A tile of a block has neighbours in its own block."""
-        apart = np.array([lane.block_stride if size(lane.digits) == 1 else 0 for lane in self._lanes], np.int64)
-        sides = self.columns.src_lane, self.columns.dst_lane
-        return all(np.array_equal(self.columns.length, apart[side]) for side in sides)
-
-
 class Binder:
     """A plan made ready for requests.
 
@@ -220,8 +146,8 @@ class Binder:
 
     def __init__(self, plan: Plan, spare: int = 0) -> None:
         self.plan = plan
-        self._edges = tuple(tuple(_Runs(grain, plan.lanes) for grain in edge.grains) for edge in plan.edges)
-        self._fills = tuple(tuple(_Runs(grain, plan.lanes) for grain in fill.grains) for fill in plan.fills)
+        self._edges = tuple(tuple(Runs(grain, plan.lanes) for grain in edge.grains) for edge in plan.edges)
+        self._fills = tuple(tuple(Runs(grain, plan.lanes) for grain in fill.grains) for fill in plan.fills)
         self._src_groups: dict[int, Paged] = {}
         for edge in plan.edges:
             group = Paged.of("producer", plan.sources[edge.source].group(edge.src_group))
@@ -471,14 +397,6 @@ def bind(plan: Plan, request: Request) -> Binding:
     return Binder(plan).bind(request)
 
 
-def travelled(lane: Lane, block: Ints, tile: Ints) -> Ints:
-    """How many bytes a lane leads from tile 0 of block 0 to every tile."""
-    far = block * lane.block_stride
-    for stride, digit in split(lane.digits, tile):
-        far += digit * stride
-    return far
-
-
 def _joined(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, ...]:
     return parts[0] if len(parts) == 1 else tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
@@ -489,14 +407,6 @@ def _merged(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, Ints, Ints, Ints, 
     src_region, src, dst_region, dst, length = _joined(parts)
     src, dst, length, src_region, dst_region = merge(src, dst, length, src_region, dst_region)
     return src_region, src, dst_region, dst, length
-
-
-def _consecutive(tiles: Tiles) -> tuple[Tiles, Ints]:
-    """The first of every stretch of whole blocks that follow each other on both sides, and how many they are."""
-    breaks = (np.diff(tiles.src_block) != 1) | (np.diff(tiles.dst_block) != 1)
-    first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-    count = np.diff(np.append(first, len(tiles.src_block)))
-    return Tiles(tiles.src_block[first], tiles.src_tile[first], tiles.dst_block[first], tiles.dst_tile[first]), count
 
 
 def _wanted(need: Need, group: Paged, request: Request) -> tuple[int, int, int]:

@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from kvferry.errors import TransportError
 from kvferry.manifest.schema import FULL, Group, Identity, Region, StatePaged
-from kvferry.plan.bind import Tiles
 from kvferry.plan.schema import Edge, Grain, Lane, Need, Plan, Repeats, Run, Side
+from kvferry.plan.tiles import Tiles
 from kvferry.strided import fold
 
 Key = tuple[int, int]

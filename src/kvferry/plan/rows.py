@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.plan.bind import Tiles
 from kvferry.plan.overlay import Ids
 from kvferry.plan.schema import Plan, Repeats, Run
+from kvferry.plan.tiles import Tiles
 from kvferry.strided import Digits, Ints, Whole, split, spread
 
 Dim = tuple[int, int]

@@ -6,10 +6,9 @@
 Nothing is said of a load before its destination is safe: a read that failed may still land, and a fill that was begun may not
 have ended. The engine's thread hands in meetings and loads and takes outcomes; the transport is touched in turns.
 
-A producer is connected to, and one of its words read, when it is met: the first load then finds what later ones find. The
-thread sleeps as long as it can: it shares an interpreter with the engine. Where reads may be made from any thread, the engine's
-own begins a load when it is handed in and looks after it when outcomes are asked for, if the ferry's thread is not at it: a
-copy that takes less than a millisecond would otherwise wait longer for the interpreter than for its bytes.
+The thread sleeps as long as it can: it shares an interpreter with the engine. Where reads may be made from any thread, the
+engine's own begins a load when it is handed in and looks after it when outcomes are asked for, if the ferry's thread is not at
+it: a copy that takes less than a millisecond would otherwise wait longer for the interpreter than for its bytes.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
-from kvferry.plan import Binder, Fills, Request, Tiles
+from kvferry.plan import Fills, Request
 from kvferry.plan.explain import costs
+from kvferry.session.bell import Bell
 from kvferry.session.consumer import PeerKey
-from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Peer, Warming, is_lent, is_one_start
+from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, is_lent
+from kvferry.session.links import Links
 from kvferry.session.meeting import Meeting
 from kvferry.session.words import Words, tiles_of_words
-from kvferry.transport import Prepared, Read, State, Transport
+from kvferry.transport import Read, State, Transport
 from kvferry.transport.contract import read_together
 
 logger = logging.getLogger("kvferry.session")
@@ -56,25 +56,6 @@ _SETTLING_S: Final = 0.00005
 """Between two looks at loads that a step waits for."""
 _IDLE_S: Final = 0.05
 """Between two looks at nothing: for consumers that connect before anything is prefilled for them, who can wait."""
-_WARMING: Final = 1024
-"""How often a word is read to warm a connection up: as often as it takes for a transport that posts from several threads, each
-with connections of its own, to use them all."""
-
-
-class _Bell:
-    """Wakes the one who waits for it; `threading.Event` does too, by ten calls in Python where this takes one."""
-
-    def __init__(self) -> None:
-        self._rung = threading.Lock()
-        self._rung.acquire()
-
-    def set(self) -> None:
-        with suppress(RuntimeError):
-            self._rung.release()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it was rung since it was last waited for, or is within so many seconds."""
-        return self._rung.acquire(timeout=seconds)
 
 
 class Ferry:
@@ -101,14 +82,13 @@ class Ferry:
         self._patience_s, self._clock, self._tended, self._hurried = patience_s, clock, tended, hurried
         self._commands: deque[Meeting | Load | PeerKey] = deque()
         self._outcomes: deque[Outcome] = deque()
-        self._peers: dict[PeerKey, Peer] = {}
         self._crossings: list[Crossing] = []
-        self._warming: list[Warming] = []
         self._spent: list[Read] = []
         self._moved_at = self._heard_at = -math.inf
         self._landings = deque(range(words.slots))
+        self._links = Links(transport, words, rank, self._landings)
         self._stumbled = ""
-        self._wake = _Bell()
+        self._wake = Bell()
         self._turn = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-ferry", daemon=True)
@@ -150,7 +130,7 @@ class Ferry:
 
     def pace(self, key: PeerKey) -> float | None:
         """Seconds a token at a pace that any device's memory has, of a producer that any thread may read from."""
-        peer = self._mapped(key)
+        peer = self._links.mapped(key)
         return None if peer is None else sum(cost.bytes_per_token for cost in costs(peer.binder.plan)) / _AT_LEAST
 
     def linger(self, limit_s: float) -> None:
@@ -214,8 +194,8 @@ class Ferry:
         if not loads or self._commands or not self._turn.acquire(blocking=False):
             return loads
         try:
-            left = [load for load in loads if self._mapped(load.peer) is None]
-            ready = (self._embark(load) for load in loads if self._mapped(load.peer) is not None)
+            left = [load for load in loads if self._links.mapped(load.peer) is None]
+            ready = (self._embark(load) for load in loads if self._links.mapped(load.peer) is not None)
             crossings = [crossing for crossing in ready if crossing is not None]
             for several in _convoys(crossings):
                 self._depart_together(several)
@@ -224,12 +204,6 @@ class Ferry:
             return left
         finally:
             self._turn.release()
-
-    def _mapped(self, key: PeerKey) -> Peer | None:
-        """A producer that any thread may read from."""
-        peer = self._peers.get(key)
-        link = peer.link if peer is not None else None
-        return peer if link is not None and link.anywhere else None
 
     def _call_for_help(self, crossing: Crossing) -> None:
         """What went wrong is for the ferry's thread to clear up."""
@@ -292,9 +266,9 @@ class Ferry:
     def _pause(self) -> float:
         """How long nothing needs to be done, unless something is handed in."""
         rest = self._listening
-        if self._crossings and not self._warming and not self._spent and all(map(is_lent, self._crossings)):
+        if self._crossings and not self._links.warming and not self._spent and all(map(is_lent, self._crossings)):
             return min(rest, _LENT_S)
-        if self._crossings or self._warming or self._spent:
+        if self._crossings or self._links.warming or self._spent:
             rest = min(rest, _LONGEST_S, max(_BUSY_S, (self._clock() - self._moved_at) / _PATIENCE))
         return rest
 
@@ -318,16 +292,15 @@ class Ferry:
             if isinstance(command, Load):
                 self._embark(command)
             elif isinstance(command, Meeting):
-                self._know(command)
+                self._links.know(command, self._crossings)
             else:
-                self._forget(command)
+                self._links.forget(command)
 
     def _step(self) -> None:
         self._take_in()
         for crossing in tuple(self._crossings):
             self._attempt(crossing, self._advance)
-        if self._warming:
-            self._warming = [warming for warming in self._warming if not self._warmed(warming)]
+        self._links.look_after(self._crossings)
         if self._spent:
             self._sweep()
         now = self._clock()
@@ -335,77 +308,10 @@ class Ferry:
             self._heard_at = now
             self._transport.notifications()
 
-    def _know(self, meeting: Meeting) -> None:
-        """Cards do not change while a producer runs, so that a second meeting says nothing new."""
-        if meeting.peer in self._peers:
-            return
-        try:
-            peer = self._peers[meeting.peer] = Peer(meeting, Binder.of_sessions(meeting.plans[self._rank]).ready())
-        except Exception:
-            logger.exception("nothing can be read from %s by rank %d", meeting.peer, self._rank)
-            return
-        if self._lingers(meeting.peer):
-            return
-        try:
-            self._warm_up(peer)
-        except KVFerryError as error:
-            logger.info("%s cannot be read from yet; the first load tries again: %s", meeting.peer, error)
-        except Exception:
-            logger.exception("%s cannot be read from yet; the first load tries again", meeting.peer)
-        else:
-            return
-        if peer.link is not None:
-            self._lose(peer.link, f"{meeting.peer} could not be read from when it was met")
-
-    def _warm_up(self, peer: Peer) -> None:
-        """Connect, and read words that are of no interest over connections that nobody has used."""
-        used = {name for other in self._peers.values() if other.link is not None for name in other.link.names}
-        link = peer.link = self._connect(peer)
-        for name, (first, prepared) in zip(link.names, link.words, strict=True):
-            if name in used or not self._landings:
-                continue
-            landing = self._landings.popleft()
-            try:
-                often = tiles_of_words(first, [0] * _WARMING, [landing] * _WARMING)
-                self._warming.append(Warming(peer.meeting.peer, link, self._transport.read(prepared, often), landing))
-            except Exception:
-                self._landings.append(landing)
-                raise
-
-    def _warmed(self, warming: Warming) -> bool:
-        """Whether nothing is left of it. A connection that does not come about is given up, unless loads will find out."""
-        try:
-            if self._transport.poll(warming.read) is State.RUNNING:
-                return False
-            if warming.read.error and not any(crossing.link is warming.link for crossing in self._crossings):
-                self._lose(warming.link, warming.read.error)
-            if not self._transport.release(warming.read):
-                return False
-        except TransportError as error:
-            logger.debug("%s: a read that warmed its connection up is still held: %s", warming.peer, error)
-            return False
-        peer = self._peers.get(warming.peer)
-        if peer is not None and peer.link is warming.link and warming.link.anywhere:
-            self._tell(peer, warming.link)
-        self._landings.append(warming.landing)
-        return True
-
-    def _lingers(self, key: PeerKey) -> bool:
-        """Whether something of a broken connection to the same start of a producer is still under way."""
-        broken = (c.load.peer for c in self._crossings if c.link is not None and c.link.lost and c.reads)
-        cold = (warming.peer for warming in self._warming if warming.link.lost)
-        return any(is_one_start(peer, key) for peer in (*broken, *cold))
-
-    def _forget(self, key: PeerKey) -> None:
-        peer = self._peers.get(key)
-        if peer is not None and peer.link is not None:
-            self._lose(peer.link, f"{key} was forgotten here")
-        self._peers.pop(key, None)
-
     def _embark(self, load: Load) -> Crossing | None:
         started = self._clock()
         try:
-            peer = self._peers.get(load.peer)
+            peer = self._links.peers.get(load.peer)
             if peer is None:
                 raise BadReferenceError(f"{load.peer} was never met")
             if not 0 <= load.lease.slot < peer.slots:
@@ -443,7 +349,7 @@ class Ferry:
         gone = f"{peer} since its start {plain(peer.incarnation)} is gone or out of reach: {lost}"
         crossing.error = crossing.error or gone
         if link is not None:
-            self._lose(link, reason)
+            self._links.lose(link, reason)
 
     def _advance(self, crossing: Crossing) -> None:
         if crossing.error:
@@ -483,14 +389,14 @@ class Ferry:
         """Post the reads, over a new connection if need be, once no read of a broken one can still land."""
         peer, key = crossing.peer, crossing.load.peer
         if peer.link is None:
-            if self._lingers(key):
+            if self._links.lingers(key, self._crossings):
                 if self._clock() - crossing.started >= self._patience_s:
                     raise TransportError(
                         f"{key}: its connection broke, and reads over it have not ended in {self._patience_s:g} s; "
                         f"is it stopped or overloaded?"
                     )
                 return None
-            peer.link = self._connect(peer)
+            peer.link = self._links.connect(peer)
         self._post([crossing], peer.link)
         return crossing.link
 
@@ -508,27 +414,6 @@ class Ferry:
     def _begin_to_fill(self, crossing: Crossing) -> None:
         if len(crossing.loading.fills):
             crossing.filled = self._fill(crossing.loading.fills)
-
-    def _connect(self, peer: Peer) -> Link:
-        """To all ranks that are read, or to none."""
-        plan = peer.binder.plan
-        cards = {card.caches.identity: card for card in peer.meeting.cards}
-        names: list[str] = []
-        data: list[Prepared] = []
-        words: list[tuple[Mapping[tuple[int, int], Tiles], Prepared]] = []
-        try:
-            for index, source in enumerate(plan.sources):
-                card = cards[source.identity]
-                names.append(self._transport.connect(card.transport))
-                word_plan = self._words.plan(card.words)
-                data.append(self._transport.prepare(plan, index, names[-1]))
-                first = Binder(word_plan).tiles(Request(1, {0: 0}, {0: 0}))
-                words.append((first, self._transport.prepare(word_plan, 0, names[-1])))
-        except Exception:
-            self._drop(set(names) - {name for other in self._peers.values() if other.link for name in other.link.names})
-            raise
-        anywhere = all(prepared.anywhere for prepared in (*data, *(prepared for _, prepared in words)))
-        return Link(tuple(names), tuple(data), tuple(words), anywhere)
 
     def _check(self, crossings: Sequence[Crossing], link: Link) -> None:
         """All data has been seen to arrive: now the words are read, which say whether it was still the lease's; of several
@@ -582,7 +467,7 @@ class Ferry:
                 anywhere=link.anywhere,
             ),
         )
-        self._tell(crossing.peer, link)
+        self._links.tell(crossing.peer, link)
 
     def _let_go(self, crossing: Crossing) -> None:
         crossing.reads = [read for read in crossing.reads if not self._transport.release(read)]
@@ -601,41 +486,6 @@ class Ferry:
     def _sweep(self) -> None:
         """Give back reads that are done; the transport may need to be asked more than once."""
         self._spent = [read for read in self._spent if not self._transport.release(read)]
-
-    def _lose(self, link: Link, reason: str) -> None:
-        """Connect anew for the next load. Other loads over the connection fail too, and are let go one by one."""
-        if link.lost:
-            return
-        names = set(link.names)
-        for peer in self._peers.values():
-            if peer.link is not None and names & set(peer.link.names):
-                names |= set(peer.link.names)
-                peer.link.lost = reason
-                peer.link = None
-        link.lost = reason
-        self._drop(names)
-
-    def _drop(self, names: set[str]) -> None:
-        for name in sorted(names):
-            self._drop_one(name)
-
-    def _drop_one(self, name: str) -> None:
-        try:
-            self._transport.forget(name)
-        except Exception:
-            logger.exception("%s cannot be forgotten", name)
-
-    def _tell(self, peer: Peer, link: Link) -> None:
-        if peer.told or self._rank or not link.names:
-            return
-        peer.told = True
-        try:
-            path = self._transport.path(link.names[0])
-        except TransportError as error:
-            logger.debug("%s: how it is read is not known: %s", peer.meeting.peer, error)
-            return
-        remedy = f" ({path.remedy})" if path.slow and path.remedy else ""
-        logger.info("%s; carried by %s%s", peer.meeting, path.name, remedy)
 
 
 def _convoys(crossings: Sequence[Crossing]) -> list[list[Crossing]]:

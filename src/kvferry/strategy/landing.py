@@ -28,7 +28,8 @@ from kvferry.plan.detour import Detour, Key, Piece, Pieces, tiles_here, tiles_th
 from kvferry.strategy.gathering import Ask, Asks, Free, Introduction, pack
 from kvferry.strategy.movers import Mover, Ticket
 from kvferry.strategy.moves import Moves, joined
-from kvferry.strategy.staging import Boards, Cut, Offer, Slots, Staging, Words, board_plan, noting, pages, ring_plan
+from kvferry.strategy.sources import Source, Sources
+from kvferry.strategy.staging import Boards, Cut, Offer, Slots, Staging, pages
 from kvferry.strategy.turns import turn
 from kvferry.transport.contract import Prepared, Read, State, Storage, Telemetry, Transport
 
@@ -72,23 +73,6 @@ class _Flight:
     after: int = 0
     copies: Ticket | None = None
     size: int = 0
-
-
-@dataclass(eq=False)
-class Source:
-    """A producer with a ring: its board as it was last read, by the `seen`th of the `begun` reads of it."""
-
-    peer: str
-    offer: Offer
-    note: int
-    ring: Prepared
-    board: Prepared
-    words: Words
-    begun: int = 0
-    seen: int = 0
-    looking: Read | None = None
-    introduced: set[bytes] = field(default_factory=set)
-    dropped: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,11 +135,11 @@ class Landing:
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._wire, self._staging, self._boards, self._mover = wire, staging, boards, mover
+        self._wire, self._staging, self._mover = wire, staging, mover
         self._timeout_s, self._clock = timeout_s, clock
+        self.sources = Sources(wire, staging, boards)
         self._slots = Slots(staging.sizes.landing)
         self._limbo: list[tuple[Read, int]] = []
-        self._looks: list[tuple[Read, int]] = []
         self._freed: dict[Source, list[int]] = {}
         self._running: dict[DetouredRead, None] = {}
         self._waiting: dict[DetouredRead, None] = {}
@@ -200,25 +184,10 @@ class Landing:
         """Bytes of a piece that fit a slot on either side."""
         return min(offer.slot, self._staging.slot)
 
-    def meet(self, peer: str, offer: Offer) -> Source:
-        self.require()
-        note = self._boards.take_note()
-        try:
-            ring = self._wire.prepare(ring_plan(offer, self._staging), 0, peer)
-            board = self._wire.prepare(board_plan(offer, self._boards.notes), 0, peer)
-        except TransportError:
-            self._boards.give_note(note)
-            raise
-        return Source(peer, offer, note, ring, board, np.zeros(offer.slots, np.int64))
-
     def leave(self, source: Source) -> None:
-        """Nothing more is read of a producer; its note is kept until nothing can land in it."""
-        source.dropped = True
+        """Nothing more is read of a producer, nor is it told what is free."""
         self._freed.pop(source, None)
-        if source.looking is None:
-            self._boards.give_note(source.note)
-        else:
-            self._looks.append((source.looking, source.note))
+        self.sources.leave(source)
         self.tidy()
 
     def scattering(self, plan: Plan, storages: list[Storage]) -> tuple[Moves, Any]:
@@ -311,7 +280,7 @@ class Landing:
             if source is not None:
                 urgent = any(flight.stage is _Stage.CHECKING for flight in read.flights)
                 asked = any(flight.stage is _Stage.ASKED for flight in read.flights)
-                if self._look(source, urgent or (asked and not looked)):
+                if self.sources.look(source, urgent or (asked and not looked)):
                     looked = looked or not urgent
                     continue
             if before == (read.moved_at, len(read.flights), [flight.stage for flight in read.flights]):
@@ -324,25 +293,6 @@ class Landing:
                 read.state = State.DONE
             else:
                 read.fail(f"{read.moved:,} bytes of {read.size:,} were copied; report this with both manifests")
-
-    def _look(self, source: Source, wanted: bool) -> bool:
-        """Whether the board was seen anew; begins to read it if it is wanted and nobody does."""
-        if source.looking is None:
-            if not wanted or source.dropped:
-                return False
-            source.begun += 1
-            source.looking = self._wire.read(source.board, noting(source.note))
-        state = self._wire.poll(source.looking)
-        if state is State.RUNNING:
-            return False
-        if state is State.FAILED:
-            raise TransportError(source.looking.error)
-        if not self._wire.release(source.looking):
-            return False
-        source.looking = None
-        source.words = self._boards.noted(source.note, source.offer.slots)
-        source.seen = source.begun
-        return True
 
     def _embark(self) -> None:
         """Begin pieces while there are slots to land in, of whichever read it is the turn of; what a producer is asked for, by
@@ -534,13 +484,7 @@ class Landing:
             for slot in {slot for _, slot in self._limbo} - {slot for _, slot in kept}:
                 self._slots.give(slot)
             self._limbo = kept
-        if self._looks:
-            waiting, self._looks = self._looks, []
-            for look, note in waiting:
-                if self._wire.release(look):
-                    self._boards.give_note(note)
-                else:
-                    self._looks.append((look, note))
+        self.sources.tidy()
 
     def telemetry(self, read: DetouredRead) -> Telemetry:
         if read.state is not State.DONE:

@@ -19,9 +19,9 @@ import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
-from kvferry.plan.bind import travelled
 from kvferry.plan.columns import Columns, expanded
 from kvferry.plan.schema import Lane
+from kvferry.plan.tiles import travelled
 from kvferry.strided import Ints, span
 
 UNITS: Final = (16, 4, 2, 1)

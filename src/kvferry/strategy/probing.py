@@ -13,9 +13,9 @@ from kvferry.manifest.schema import Region
 from kvferry.plan import Tiles
 from kvferry.strategy import cost
 from kvferry.strategy.cost import Copying, Wire
-from kvferry.strategy.landing import Source
 from kvferry.strategy.movers import Mover
 from kvferry.strategy.moves import Moves
+from kvferry.strategy.sources import Source
 from kvferry.strategy.staging import PAGE, Staging, noting, paged, pages
 from kvferry.transport.contract import Prepared, Read, State, Storage, Transport
 

@@ -28,9 +28,10 @@ from kvferry.plan.schema import Side
 from kvferry.strategy import cost
 from kvferry.strategy.cost import Copying, Counter, Rates, Way, Wire
 from kvferry.strategy.gathering import MARK, SLOT_S, Gathering, digest_of
-from kvferry.strategy.landing import TIMEOUT_S, Detoured, DetouredRead, Landing, Source, piece_bytes
+from kvferry.strategy.landing import TIMEOUT_S, Detoured, DetouredRead, Landing, piece_bytes
 from kvferry.strategy.movers import Mover
 from kvferry.strategy.probing import copying_of, probed
+from kvferry.strategy.sources import Source
 from kvferry.strategy.staging import Boards, Offer, Staging
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport
 from kvferry.transport.metadata import encode_metadata, open_metadata
@@ -229,7 +230,8 @@ class Scattered:
             offer = self._connected(peer).offer
             if offer is None:
                 raise TransportError("it does not gather: it has no ring to send from")
-            self._sources[peer] = self.landing.meet(peer, offer)
+            self.landing.require()
+            self._sources[peer] = self.landing.sources.meet(peer, offer)
         return self._sources[peer]
 
     def rates(self, peer: str) -> Rates:
