@@ -168,8 +168,8 @@ def _opened(name: str, nonce: bytes, length: int) -> tuple[int, mmap.mmap]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove a file of this user whose owner has died; meanwhile nobody can make it theirs. The lock is one that others can share:
-    whoever asks whether the owner lives would take any other for the owner's."""
+    """Remove a file of this user whose owner has died; meanwhile nobody can make it theirs. The lock is one that others can
+    share: whoever asks whether the owner lives would take any other for the owner's."""
     with suppress(OSError):
         file = os.open(path, _TO_READ)
         try:
