@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -48,6 +48,11 @@ def marks(request: str) -> tuple[Spoiling, int] | None:
     return (Spoiling(found[1]), int(found[2])) if found else None
 
 
+def was(request: str, log: str) -> bool:
+    """Whether a consumer's log says that the request of this id was spoiled."""
+    return any(line.find(SAID) >= 0 and request in line for line in log.splitlines())
+
+
 def where_marked() -> None:
     """Once a process, before any engine; forked children inherit it."""
     from kvferry.engines.vllm.worker import WorkerHalf
@@ -55,13 +60,14 @@ def where_marked() -> None:
     register, begin, step, results = WorkerHalf.register, WorkerHalf.begin, WorkerHalf.step, WorkerHalf.results
 
     def registering(self: Any, kv_caches: Mapping[str, Any]) -> None:
-        self.spoiled, self.caches = {}, kv_caches
+        self.spoiled, self.turned, self.caches = {}, set(), kv_caches
         register(self, kv_caches)
 
     def beginning(self: Any, orders: Any) -> None:
         rank = self._rank.ordinal
         turned = [found for it in orders.meetings if (found := exchanged(it, rank)) is not None]
-        loads = tuple(read_wrongly(load) for load in orders.loads)
+        self.turned.update(it.peer for it in turned)
+        loads = tuple(read_wrongly(load, self.turned) for load in orders.loads)
         self.spoiled.update((load.request, load) for load in loads if marks(load.request))
         begin(self, replace(orders, meetings=(*orders.meetings, *turned), loads=loads))
 
@@ -82,12 +88,13 @@ def where_marked() -> None:
 
 
 def exchanged(meeting: Meeting, rank: int) -> Meeting | None:
-    """The same producer under another name, read as if ranks had each other's slices; None where there is one rank a side."""
+    """The same producer under another name, read as if ranks had each other's slices; None where no rank has a slice."""
     plan = meeting.plans[rank]
+    sliced = any(card.caches.shapes != meeting.cards[0].caches.shapes for card in meeting.cards)
+    if not sliced and all(it.edges == plan.edges for it in meeting.plans):
+        return None
     other = meeting.plans[len(meeting.plans) - 1 - rank]
     turned: Plan = msgspec.structs.replace(other, consumer=plan.consumer, sources=other.sources[::-1])
-    if len(meeting.plans) == len(plan.sources) == 1:
-        return None
     plans = tuple(turned if index == rank else it for index, it in enumerate(meeting.plans))
     return Meeting(_beside(meeting.peer), meeting.cards, plans)
 
@@ -96,10 +103,10 @@ def _beside(peer: PeerKey) -> PeerKey:
     return replace(peer, address=EXCHANGED + peer.address)
 
 
-def read_wrongly(load: Load) -> Load:
+def read_wrongly(load: Load, turned: Collection[PeerKey]) -> Load:
     """What is spoiled by reading something else."""
     how, which = marks(load.request) or (None, 0)
-    if how is Spoiling.RANKS:
+    if how is Spoiling.RANKS and _beside(load.peer) in turned:
         _say(load.request, "ranks exchanged")
         return replace(load, peer=_beside(load.peer))
     if how is Spoiling.BLOCKS:
@@ -113,7 +120,7 @@ def read_wrongly(load: Load) -> Load:
     return load
 
 
-def _spoil(half: Any, requests: Sequence[str] | set[str]) -> None:
+def _spoil(half: Any, requests: Collection[str]) -> None:
     """What is spoiled once it is there."""
     for name in requests:
         load = half.spoiled.pop(name, None)
