@@ -144,8 +144,11 @@ def other_moves() -> list[tuple[Setup, Setup]]:
 
 
 def cpu_moves() -> list[tuple[Setup, Setup]]:
+    """With the CPU's backends, whose kernel blocks are at least twice as large."""
     one = on("llama", block=32)
-    return [(one, replace(one, block=64, tp=2)), (on("nemotron-h"), on("nemotron-h", tp=2, block=64, conv="DS"))]
+    same = [on(model, dtype="bfloat16", block=32) for model in ACROSS_RANKS]
+    pairs = [(there, replace(here, layout="")) for it in same for there, here in both_ways(it)]
+    return [*pairs, (one, replace(one, block=64, tp=2)), (on("nemotron-h"), on("nemotron-h", tp=2, block=64, conv="DS"))]
 
 
 def named(setup: Setup) -> str:
