@@ -8,8 +8,11 @@ engine alone that computes a prompt in the same steps as a pair does: all tokens
 connector runs beside ours where it starts. Several families run at a time; FOLDER/matrix.json is written after every pair. What
 fails is written down, and the rest goes on. EVIDENCE.json, as tests/gpu/watch.py makes it, counts as if it were kept with the
 package. NAMEs, words joined by "+", choose families. Without a GPU a few families run on CPU engines, so that this program
-itself can be tried. `merge` makes of the FOLDER/matrix.json of several runs, the latest last, one file of evidence; where that
-lies with the package, docs/supported.md is made anew.
+itself can be tried. `merge` adds the FOLDER/matrix.json of runs, the latest last, to a file of evidence, which keeps what it
+has of other pairs; where it lies with the package, docs/supported.md is made anew.
+
+Between one rank and two, loads are also spoiled on purpose, one way at a time: what the comparison finds of them is kept beside
+the pair, and a pair of which it finds nothing is "blind".
 
 Kernels are not timed to choose their tiles, and float32 is not rounded to TF32: engines would round otherwise than each other,
 and small mistakes could not be told from that.
@@ -37,20 +40,24 @@ from typing import Any
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+for place in (ROOT / "tests/gpu", ROOT):
+    sys.path.insert(0, str(place))
+
+from likeness import CANDIDATES, begun, nearest, times_apart  # noqa: E402
 
 from crossing.checkpoints import Checkpoint, checkpoint  # noqa: E402
 from crossing.compare import Difference, difference  # noqa: E402
 from crossing.engine import Engine  # noqa: E402
 from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble, recorded  # noqa: E402
 from kvferry.engines.vllm.supported import page  # noqa: E402
-from kvferry.fleet import one_gpu  # noqa: E402
+from kvferry.fleet import one_gpu, spoiled  # noqa: E402
 from kvferry.fleet.connectors import OURS, STOCK  # noqa: E402
 from kvferry.fleet.device import Device, device_name, found_device  # noqa: E402
 from kvferry.fleet.legs import Answer, Prompt, ask, cross, prompt  # noqa: E402
 from kvferry.fleet.metrics import Counters, counted, counters  # noqa: E402
 from kvferry.fleet.patches import FIRST_TUNING, LAST_TOKEN_APART, WIDE_WEIGHTS  # noqa: E402
 from kvferry.fleet.server import Server  # noqa: E402
+from kvferry.fleet.spoiled import Spoiling, marked  # noqa: E402
 from kvferry.fleet.zygote import Zygote  # noqa: E402
 
 DEVICE = found_device()
@@ -68,6 +75,8 @@ FULL_PRECISION = {"TRITON_F32_DEFAULT": "ieee"}
 MOST_TIMES_USEFUL = 1.2
 ITEM = {"float32": 4, "bfloat16": 2}
 NEW = 12
+SPOILED = 4
+"""Prompts that are spoiled in each way."""
 MODELS = ("llama", "gemma3", "nemotron_h", "gpt_oss", "granitemoehybrid")
 """Imported in advance. Others are not: what they import asks for the GPU's name, and a process that has may not fork."""
 EVIDENCE = ROOT / "src/kvferry/engines/vllm/evidence"
@@ -91,7 +100,7 @@ class Family:
     comes next can be guessed. `alone`: changes to the engine that the pairs are compared with; with prefix caching it is like
     the producer. `or_alone`: changes to another one, where sums are split otherwise in P than in D: a pair may answer as either
     does. `within`: how far log-probabilities may be, if not as near as the data type allows. `weighed`: each prompt's bytes
-    are looked at, beside those that its tokens and states need."""
+    are looked at, beside those that its tokens and states need. `spoiled`: afterwards, loads are spoiled on purpose."""
 
     name: str
     model: str
@@ -104,6 +113,7 @@ class Family:
     shared: bool = False
     repeated: bool = False
     weighed: bool = False
+    spoiled: bool = False
     alone: Mapping[str, Any] = field(default_factory=dict)
     or_alone: Mapping[str, Any] | None = None
     within: float | None = None
@@ -143,7 +153,7 @@ def ranks(model: str, dtype: str, backend: str, **changes: Any) -> Family:
     engines: dict[str, dict[str, Any]] = {"TP1": {}, "TP2": two}
     name = f"{model} {dtype} {backend} TP1-TP2"
     made = Family(name, model, dtype, backend, engines, (("TP1", "TP2"), ("TP2", "TP1")), FEW, stock=False, within=LOOSE[dtype])
-    return replace(made, or_alone=two if dtype != "float32" else None, **changes)
+    return replace(made, or_alone=two if dtype != "float32" else None, spoiled=True, **changes)
 
 
 def stages(model: str, dtype: str, backend: str) -> Family:
@@ -229,7 +239,10 @@ def between_mla() -> Family:
 def cpu_families() -> Iterator[Family]:
     yield of_blocks("llama", "float32", "", 32, 64, lengths=FEW)
     yield of_blocks("nemotron-h", "float32", "", 32, lengths=FEW, stock=False)
-    yield replace(ranks("llama", "float32", ""), engines={"TP1": {}, "TP2": {"tp": 2}})
+    two = {"tp": 2}
+    yield replace(ranks("llama", "float32", ""), engines={"TP1": {}, "TP2": two})
+    for model in ("llama", "nemotron-h", "qwen3-next", "gpt-oss", "granite-h-1g", "gemma3"):
+        yield replace(ranks(model, "bfloat16", ""), engines={"TP1": {}, "TP2": two}, or_alone=two)
     yield caching("llama", "float32", "", 32, 64)
     yield caching("qwen3-next", "bfloat16", "", 32, 64)
     yield of_blocks("gpt-oss", "bfloat16", "", 32, lengths=FEW, stock=False)
@@ -245,6 +258,8 @@ def engine(family: Family, made: Checkpoint, name: str, changes: Mapping[str, An
         flags += ["--gpu-memory-utilization=0.02", f"--attention-backend={family.backend}"]
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         environment |= {FIRST_TUNING: "1"} | (FULL_PRECISION if family.dtype == "float32" else {})
+    if family.spoiled and name != PLAIN:
+        environment[spoiled.VARIABLE] = "1"
     if name == PLAIN:
         environment[LAST_TOKEN_APART] = "1"
     if connector is STOCK and made.architecture.recurrent:
@@ -258,8 +273,9 @@ def engine(family: Family, made: Checkpoint, name: str, changes: Mapping[str, An
 class Row:
     """What came of one pair. Tokens and bytes are D's counters; `apart` is the largest distance of log-probabilities, of which
     `within` was allowed; `parted` texts part where two candidates are as good, or where the engines alone part from each other,
-    if there are two. `times_useful`: bytes of attention that prompts
-    of some length moved, beside those that their tokens have."""
+    if there are two; `times_apart`: how far all candidates are, as a multiple of what those two are apart. `finds`: of loads
+    that were spoiled in some way on purpose, how many were called wrong, of how many. `times_useful`: bytes of attention that
+    prompts of some length moved, beside those that their tokens have."""
 
     family: str
     producer: str
@@ -272,6 +288,8 @@ class Row:
     apart: float = 0.0
     within: float = 0.0
     parted: int = 0
+    times_apart: float = 0.0
+    finds: dict[str, tuple[int, int]] = field(default_factory=dict)
     times_useful: dict[str, float] = field(default_factory=dict)
     prompt_tokens: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -288,7 +306,13 @@ def as_evidence(rows: Sequence[Row], device: str, vllm: str, torch: str) -> Evid
         if row.verdict != "right":
             troubles.append(Trouble(what, f"{row.verdict}: {row.detail}"[:500]))
             continue
-        outcomes.append(Outcome(what, "; ".join((found_of(row), *beside_it(beside.get(row.family))))))
+        outcomes.append(
+            Outcome(
+                what,
+                "; ".join((found_of(row), *beside_it(beside.get(row.family)))),
+                {how: (seen, tried) for how, (seen, tried) in row.finds.items()},
+            )
+        )
     return Evidence(vllm, torch, device, troubles=tuple(troubles), engines=tuple(outcomes)).sealed()
 
 
@@ -301,6 +325,7 @@ def found_of(row: Row) -> str:
     allowed = f" of {row.within:.1g} allowed" if row.within else ""
     found = [
         f"{row.requests} prompts: {text} and first log-probabilities the same (off by {row.apart:.1g}{allowed})",
+        *([f"all candidates {row.times_apart:.2g} times as far as these two are apart"] if row.times_apart else []),
         f"{tokens:,} tokens loaded" + (f", {held:,} held already" if held else ""),
         f"{row.counts['bytes_moved']:,} bytes as foretold",
     ]
@@ -339,6 +364,20 @@ def merged(matrices: Sequence[Path]) -> tuple[list[Row], str, str, str]:
     return [rounded(row) for row in rows.values()], *versions.pop()
 
 
+def added(kept: Evidence, new: Evidence) -> Evidence:
+    """What the file has of pairs that are still run and that the new runs say nothing of, and then what these say."""
+    if (kept.vllm, kept.torch, kept.device) != (new.vllm, new.torch, new.device):
+        raise SystemExit(
+            f"evidence is of one machine and release: {kept.device}, {kept.vllm} is kept, {new.device}, {new.vllm} new"
+        )
+    pairs = {f"{it.name}: {one} -> {other}" for it in cuda_families() for one, other in it.pairs}
+    said = {it.what for it in (*new.engines, *new.troubles)}
+    engines, troubles = (
+        tuple(it for it in found if it.what in pairs and it.what not in said) for found in (kept.engines, kept.troubles)
+    )
+    return msgspec.structs.replace(new, engines=(*engines, *new.engines), troubles=(*troubles, *new.troubles)).sealed()
+
+
 def rounded(row: Row) -> Row:
     """Earlier runs allowed vLLM's own connector less than other steps need."""
     near = row.connector == "stock" and row.verdict == "wrong" and "other text" not in row.detail
@@ -350,6 +389,8 @@ def rounded(row: Row) -> Row:
 def merge(evidence: str, *matrices: str) -> None:
     out = Path(evidence).resolve()
     seen = as_evidence(*merged([Path(it) for it in matrices]))
+    if out.exists():
+        seen = added(msgspec.json.decode(out.read_bytes(), type=Evidence), seen)
     out.write_bytes(msgspec.json.encode(seen) + b"\n")
     for trouble in seen.troubles:
         print(f"{trouble.what}: {trouble.why}"[:200])
@@ -433,10 +474,10 @@ class Alone:
         with lock:
             ready(server, family, until)
             if family.shared:
-                return [ask(server, tokens, max_new=NEW) for tokens in prompts]
+                return [ask(server, tokens, max_new=NEW, settings=CANDIDATES) for tokens in prompts]
             for tokens in prompts:
                 if tokens not in known:
-                    known[tokens] = ask(server, tokens, max_new=NEW)
+                    known[tokens] = ask(server, tokens, max_new=NEW, settings=CANDIDATES)
         return [known[tokens] for tokens in prompts]
 
 
@@ -505,9 +546,11 @@ def judge(
     found = []
     first = before = counters(consumer)
     for tokens, *alone in zip(prompts, *references, strict=True):
-        crossed = cross(producer, consumer, tokens, max_new=NEW)
+        crossed = cross(producer, consumer, tokens, max_new=NEW, settings=CANDIDATES)
         one = nearest(len(tokens), crossed.decode, alone, family.dtype, within, tie)
         found.append(one)
+        if len(alone) > 1 and crossed.decode.good:
+            row.times_apart = max(row.times_apart, times_apart(crossed.decode, alone))
         if not crossed.decode.good:
             row.each.append({"tokens": len(tokens), "why": one.why})
             row.detail, row.log = one.why, f"{producer.tail(15)}\n{consumer.tail(25)}"[-6000:]
@@ -525,6 +568,11 @@ def judge(
     row.right, row.apart = sum(it.right for it in found), max(it.apart for it in found)
     row.parted = sum(it.right and it.parted_at >= 0 for it in found)
     row.verdict, row.detail = verdict(row, family, found, total)
+    if family.spoiled and row.verdict == "right":
+        row.verdict = "blind"
+        row.finds = control(family, prompts, references, producer, consumer)
+        if any(seen for seen, _ in row.finds.values()):
+            row.verdict = "right"
     if family.shared:
         again = [strange(consumer, tokens, alone, family.dtype) for tokens, alone in zip(prompts, references[0], strict=True)]
         row.each.append({"asked of D alone afterwards": [it.why or it.apart for it in again]})
@@ -532,19 +580,26 @@ def judge(
             row.verdict = f"{row.verdict}, and D's prefix cache is poisoned"
 
 
-def nearest(
-    tokens: int, got: Answer, alone: Sequence[Answer], dtype: str, within: float | None, tie: float | None
-) -> Difference:
-    """From whichever engine alone it is like. Where it is like neither of two, rounding decides only if these have parted from
-    each other by then, and the first log-probabilities up to there are as near as may be."""
-    found = [difference(tokens, got, one, dtype, within, tie) for one in alone]
-    best = next((it for it in found if it.right), max(found, key=lambda it: it.parted_at % (NEW + 1)))
-    if best.right or best.parted_at < 0 or len(alone) < 2 or not got.good:
-        return best
-    apart = difference(tokens, alone[1], alone[0], dtype, within, 0.0).parted_at
-    before = [begun(it, best.parted_at) for it in (got, *alone)]
-    near = any(difference(tokens, before[0], it, dtype, within, tie).right for it in before[1:])
-    return replace(best, why="") if 0 <= apart <= best.parted_at and near else best
+def control(
+    family: Family, prompts: Sequence[Prompt], references: Sequence[Sequence[Answer]], producer: Server, consumer: Server
+) -> dict[str, tuple[int, int]]:
+    """For each way to spoil loads, how many were found, of how many that D's log says were spoiled: the longest prompts, each
+    in another layer or block. Ways that a model has nothing for are left out."""
+    finds: dict[str, tuple[int, int]] = {}
+    longest = sorted(zip(prompts, *references, strict=True), key=lambda it: -len(it[0]))[:SPOILED]
+    within = family.within
+    for how in Spoiling:
+        for which, (tokens, *alone) in enumerate(longest):
+            name = marked(how, which, uuid.uuid4().hex)
+            got = cross(producer, consumer, tokens, max_new=NEW, request_id=name, settings=CANDIDATES).decode
+            if not got.good:
+                raise ValueError(f"a load that was spoiled on purpose ({how}) failed instead: {got.error}"[:300])
+            if not spoiled.was(name, consumer.log.read_text(errors="replace")):
+                break
+            one = nearest(len(tokens), got, alone, family.dtype, within, None if within is None else 2 * within)
+            seen, tried = finds.get(how, (0, 0))
+            finds[how.value] = (seen + (not one.right), tried + 1)
+    return finds
 
 
 def strange(consumer: Server, tokens: Prompt, alone: Answer, dtype: str) -> Difference:
@@ -557,15 +612,6 @@ def strange(consumer: Server, tokens: Prompt, alone: Answer, dtype: str) -> Diff
         ask(consumer, tokens, max_new=NEW), ask(consumer, tokens, max_new=NEW, settings=anew), alone))  # fmt: skip
     found = [difference(len(tokens), got, it, dtype, ROUNDED[dtype], 2 * ROUNDED[dtype]) for it in (alone, other)]
     return next((it for it in found if it.right), found[0])
-
-
-def begun(answer: Answer, places: int) -> Answer:
-    return replace(
-        answer,
-        tokens=answer.tokens[:places],
-        logprobs=answer.logprobs[:places],
-        candidates=answer.candidates[:places],
-    )
 
 
 def times_useful(made: Checkpoint, dtype: str, tokens: int, moved: int) -> float:

@@ -1,6 +1,7 @@
 """Everything that is to be seen of cache layouts on a machine with a GPU, in one run of about a minute and a half.
 
-    PYTHONPATH=src python3 tests/gpu/watch.py FOLDER [SECONDS]
+    PYTHONPATH=src python3 tests/gpu/watch.py FOLDER [SECONDS] [NAME ...]
+    PYTHONPATH=src python3 tests/gpu/watch.py merge EVIDENCE.json RUN.json ...
 
 1. vLLM's cache-write ops, byte by byte, in every cache layout (as `kvferry certify` does);
 2. its kernels for recurrent states;
@@ -10,6 +11,11 @@
 Each piece runs in a process of its own, forked once vLLM is imported, several at a time: what breaks one, or the GPU's context
 in it, does not break the others. What fails is written down; FOLDER/evidence.json is written whenever something was seen. It is
 what src/kvferry/engines/vllm/evidence/ keeps of a machine.
+
+NAMEs choose: words joined by "+" choose moves by what they are called, the whole name of an op or state chooses that, and
+`unseen` the moves that no run has which is kept with the package. `merge` adds runs, the latest last, to a file of evidence:
+what was seen again is replaced, and what failed once and was seen later is no trouble any more. Where the file lies with the
+package, docs/supported.md is made anew.
 """
 
 from __future__ import annotations
@@ -52,7 +58,8 @@ from engine import Setup, start  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from kvferry.engines.vllm import certify, certify_states, layouts  # noqa: E402
-from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble  # noqa: E402
+from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble, recorded  # noqa: E402
+from kvferry.engines.vllm.supported import page  # noqa: E402
 from kvferry.fleet.device import Device  # noqa: E402
 from kvferry.fleet.launch import unfit_for_forks  # noqa: E402
 from kvferry.fleet.patches import inspect_models_here  # noqa: E402
@@ -61,7 +68,8 @@ TOKENS = 157
 DEVICE = current_platform.device_type
 SECONDS = 130.0
 AT_ONCE = {"cuda": 8, "cpu": 2}
-MODELS = ("llama", "nemotron_h", "gemma3", "granitemoehybrid")
+UNSEEN = "unseen"
+MODELS = ("llama", "nemotron_h", "gemma3", "gpt_oss", "granitemoehybrid")
 """Imported in advance. Others are not: what they import asks for the GPU's name, and a process that has may not fork."""
 
 
@@ -73,8 +81,40 @@ def on(model: str, **given: object) -> Setup:
     return replace(Setup(model, device=DEVICE), **given)  # type: ignore[arg-type]
 
 
+ACROSS_RANKS = {
+    "deepseek": "TRITON_MLA",
+    "gpt-oss": "FLASH_ATTN",
+    "qwen3-next": "FLASH_ATTN",
+    "granite-h-1g": "FLASH_ATTN",
+    "gemma3": "FLASH_ATTN",
+    "nemotron-h": "FLASH_ATTN",
+    "llama": "FLASH_ATTN",
+}
+"""Models whose engines tests/gpu/matrix.py crosses in bfloat16 between one rank and two, with their backends."""
+WINDOWED = ("gemma3", "gpt-oss")
+"""Models whose groups of layers need more blocks."""
+
+
+def both_ways(one: Setup) -> tuple[tuple[Setup, Setup], tuple[Setup, Setup]]:
+    """From one rank to two and back, between other block sizes and layouts."""
+    one = replace(one, blocks=120) if one.model in WINDOWED else one
+    there = (one, replace(one, tp=2, block=64, conv="SD" if one.model == "deepseek" else "DS"))
+    back = (replace(one, tp=2), replace(one, block=128, layout="LBHNC"))
+    return there, back
+
+
+def across_ranks() -> list[tuple[Setup, Setup]]:
+    """Every model in both directions: what log-probabilities in bfloat16 cannot show, bytes do."""
+    sides = [on(model, dtype="bfloat16", backend=backend, layout="BLHNC", block=16) for model, backend in ACROSS_RANKS.items()]
+    return [pair for one in sides for pair in both_ways(one)]
+
+
 def cuda_moves() -> list[tuple[Setup, Setup]]:
     """Pairs of sides, those that matter most first; sides are used again, since building one is what takes time."""
+    return [*across_ranks(), *other_moves()]
+
+
+def other_moves() -> list[tuple[Setup, Setup]]:
     flash = on("llama", dtype="bfloat16", backend="FLASH_ATTN")
     triton = on("llama", dtype="float32", backend="TRITON_ATTN")
     whole, halves = replace(flash, layout="BLHNC", block=16), replace(flash, layout="LBHNC", block=128, tp=2)
@@ -90,17 +130,10 @@ def cuda_moves() -> list[tuple[Setup, Setup]]:
         (floats[0], replace(triton, layout="BLHNC", block=128, tp=2)),
         (floats[1], replace(triton, layout="LBHNC", block=16)),
     ]
-    mla = on("deepseek", dtype="bfloat16", layout="BLHNC")
-    pairs += [
-        (replace(mla, backend="TRITON_MLA", block=16), replace(mla, backend="TRITON_MLA", block=64, tp=2)),
-        (replace(mla, backend="FLASHMLA", block=64), replace(mla, backend="TRITON_MLA", block=16)),
-    ]
-    for model in ("nemotron-h", "granite-h-1g", "qwen3-next", "gemma3", "jamba", "lfm2"):
-        hybrid = on(model, dtype="bfloat16", backend="FLASH_ATTN", layout="BLHNC", block=16)
-        hybrid = replace(hybrid, blocks=120) if model == "gemma3" else hybrid
-        pairs.append((hybrid, replace(hybrid, tp=2, block=64, conv="DS")))
-        if model == "nemotron-h":
-            pairs.append((replace(hybrid, tp=2), replace(hybrid, block=128, layout="LBHNC")))
+    latent = on("deepseek", dtype="bfloat16", layout="BLHNC")
+    pairs.append((replace(latent, backend="FLASHMLA", block=64), replace(latent, backend="TRITON_MLA", block=16)))
+    for model in ("jamba", "lfm2"):
+        pairs += both_ways(on(model, dtype="bfloat16", backend="FLASH_ATTN", layout="BLHNC", block=16))
     quantized = replace(whole, kv_cache_dtype="fp8")
     pairs += [
         (quantized, replace(into[0], kv_cache_dtype="fp8_e4m3")),
@@ -111,13 +144,20 @@ def cuda_moves() -> list[tuple[Setup, Setup]]:
 
 
 def cpu_moves() -> list[tuple[Setup, Setup]]:
+    """With the CPU's backends, whose kernel blocks are at least twice as large."""
     one = on("llama", block=32)
-    return [(one, replace(one, block=64, tp=2)), (on("nemotron-h"), on("nemotron-h", tp=2, block=64, conv="DS"))]
+    same = [on(model, dtype="bfloat16", block=32) for model in ACROSS_RANKS]
+    pairs = [(there, replace(here, layout="")) for it in same for there, here in both_ways(it)]
+    return [*pairs, (one, replace(one, block=64, tp=2)), (on("nemotron-h"), on("nemotron-h", tp=2, block=64, conv="DS"))]
 
 
 def named(setup: Setup) -> str:
     parts = (setup.backend, setup.layout, f"block {setup.block}", f"TP{setup.tp}", f"conv {setup.conv}", setup.kv_cache_dtype)
     return " ".join(filter(None, parts))
+
+
+def called(source: Setup, target: Setup) -> str:
+    return f"{source.model} {source.dtype}: {named(source)} -> {named(target)}"
 
 
 def move(source: Setup, target: Setup, tokens: int = TOKENS) -> Outcome:
@@ -132,14 +172,14 @@ def move(source: Setup, target: Setup, tokens: int = TOKENS) -> Outcome:
     runs = sum(len(copies.length) for o in outcomes for copies in o.binding.copies)
     parts = ", ".join(sorted({part.name for layer in found.sources[0].layers for part in layer.parts}))
     return Outcome(
-        f"{source.model} {source.dtype}: {named(source)} -> {named(target)}",
+        called(source, target),
         f"{tokens} tokens, {moved:,} bytes of {parts} in {runs:,} copies; every byte of D's pool as vLLM writes it there",
     )
 
 
 def moves(wanted: Sequence[tuple[Setup, Setup]], seen: Callable[[Evidence], None]) -> None:
     for source, target in wanted:
-        what = f"{source.model} {source.dtype}: {named(source)} -> {named(target)}"
+        what = called(source, target)
         try:
             found = move(source, target)
         except Exception as error:  # noqa: BLE001  what fails is written down, and the rest goes on
@@ -182,14 +222,27 @@ def of_states() -> Iterator[Job]:
         yield Job(kind.name, work)
 
 
-def of_moves() -> Iterator[Job]:
-    wanted = cuda_moves() if DEVICE == "cuda" else cpu_moves()
-    for model, some in groupby(wanted, key=lambda it: (it[0].model, it[0].dtype)):
-        chosen = tuple(some)
+def chosen(name: str, only: Sequence[str]) -> bool:
+    return not only or any(all(word in name for word in one.split("+")) for one in only)
 
-        def work(seen: Callable[[Evidence], None], chosen: Any = chosen) -> None:
+
+def unseen(moves: Sequence[tuple[Setup, Setup]], kept: Sequence[Evidence]) -> list[tuple[Setup, Setup]]:
+    """Those that no kept run has, in their order."""
+    seen = {one.what for run in kept for one in run.moves}
+    return [pair for pair in moves if called(*pair) not in seen]
+
+
+def of_moves(only: Sequence[str] = ()) -> Iterator[Job]:
+    wanted = cuda_moves() if DEVICE == "cuda" else cpu_moves()
+    named = [name for name in only if name != UNSEEN]
+    new = unseen(wanted, recorded()) if UNSEEN in only else []
+    wanted = [pair for pair in wanted if pair in new or ((named or not only) and chosen(called(*pair), named))]
+    for model, some in groupby(wanted, key=lambda it: (it[0].model, it[0].dtype)):
+        together = tuple(some)
+
+        def work(seen: Callable[[Evidence], None], together: Any = together) -> None:
             start()
-            moves(chosen, seen)
+            moves(together, seen)
 
         yield Job(f"moves of {' '.join(model)}", work)
 
@@ -262,7 +315,43 @@ def trust(run: Evidence) -> None:
     layouts._seen.cache_clear()
 
 
-def main(folder: str, seconds: str = "") -> None:
+def told(run: Evidence) -> str:
+    return f"{len(run.sightings)} sightings, {len(run.states)} states, {len(run.moves)} moves, {len(run.troubles)} troubles"
+
+
+def merged(runs: Sequence[Evidence]) -> Evidence:
+    """The latest of everything that was seen. A trouble stands until a later run sees what it is about; a later trouble takes
+    away nothing that was seen. Digests are made anew, so that what was sealed must be whole."""
+    spoken = {(run.vllm, run.torch, run.device) for run in runs}
+    if len(spoken) != 1:
+        raise SystemExit(f"evidence is of one machine and release, and the runs say {sorted(spoken)}")
+    broken = [run.digest[:16] for run in runs if run.digest != run.seal]
+    if broken:
+        raise SystemExit(f"runs are not as they were when they were sealed: {', '.join(broken)}")
+
+    def latest(kind: str, key: Callable[[Any], Any]) -> tuple[Any, ...]:
+        return tuple({key(one): one for run in runs for one in getattr(run, kind)}.values())
+
+    states, moves = latest("states", lambda it: it.what), latest("moves", lambda it: it.what)
+    seen = {one.what for one in (*states, *moves)}
+    troubles = tuple(one for one in latest("troubles", lambda it: it.what) if one.what not in seen)
+    sightings = latest("sightings", lambda it: (it.backend, it.isa, it.form, it.layout))
+    engines = latest("engines", lambda it: it.what)
+    return Evidence(*spoken.pop(), sightings, states, moves, troubles, engines=engines).sealed()
+
+
+def merge(evidence: str, *files: str) -> None:
+    out = Path(evidence).resolve()
+    runs = [msgspec.json.decode(Path(it).read_bytes(), type=Evidence) for it in (evidence, *files)]
+    run = merged(runs)
+    out.write_bytes(msgspec.json.encode(run) + b"\n")
+    tell(f"{told(run)}: {out}")
+    if out.parent == ROOT / "src/kvferry/engines/vllm/evidence":
+        recorded.cache_clear()
+        (ROOT / "docs/supported.md").write_text(page(recorded()), encoding="utf-8")
+
+
+def main(folder: str, seconds: str = "", *only: str) -> None:
     until = BEGAN + float(seconds or SECONDS)
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
@@ -286,13 +375,13 @@ def main(folder: str, seconds: str = "") -> None:
         found.setdefault(index, []).append(part)
         (out / "evidence.json").write_bytes(msgspec.json.encode(together()) + b"\n")
 
-    first = [*of_ops(), *of_states()]
+    first = [job for job in (*of_ops(), *of_states()) if not only or job.name in only]
     run_all(first, until, keep)
     trust(together())
-    run_all([*of_moves()], until, lambda index, part: keep(len(first) + index, part))
+    run_all([*of_moves(only)], until, lambda index, part: keep(len(first) + index, part))
     run = together()
-    tell(f"{len(run.sightings)} sightings, {len(run.states)} states, {len(run.moves)} moves, {len(run.troubles)} troubles")
+    tell(told(run))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    merge(*sys.argv[2:]) if sys.argv[1:2] == ["merge"] else main(*sys.argv[1:])

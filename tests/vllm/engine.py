@@ -57,6 +57,7 @@ MODELS = {
     "jamba": architectures.jamba,
     "qwen3-next": lambda: architectures.qwen3_next(dim=32),
     "lfm2": architectures.lfm2,
+    "gpt-oss": architectures.gpt_oss,
 }
 
 

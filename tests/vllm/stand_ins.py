@@ -67,6 +67,7 @@ def by_token_and_head(
 def install(monkeypatch: pytest.MonkeyPatch, write_kv: Any = kv) -> None:
     """The ops of FLASH_ATTN, TRITON_ATTN, MLA and the indexer."""
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_kv, raising=False)
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
     monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write_kv)
     monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash_per_token_head_quant", by_token_and_head)
     monkeypatch.setattr(_custom_ops, "concat_and_cache_mla", latent)

@@ -163,6 +163,8 @@ def gpu_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Evidence]:
 ATTENTION = Setup("llama", dtype="bfloat16", backend="TRITON_ATTN", layout="BLHNC", block=16)
 LATENT = Setup("deepseek", dtype="bfloat16", backend="TRITON_MLA", layout="BLHNC", block=16)
 HYBRID = replace(ATTENTION, model="nemotron-h")
+SINKS = replace(ATTENTION, model="gpt-oss", backend="FLASH_ATTN", blocks=120)
+GATED = replace(ATTENTION, model="qwen3-next", backend="FLASH_ATTN")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,9 @@ HYBRID = replace(ATTENTION, model="nemotron-h")
         (LATENT, replace(LATENT, layout="LBNHC", block=64, tp=2)),
         (HYBRID, replace(HYBRID, block=64, tp=2, conv="DS")),
         (replace(HYBRID, tp=2), replace(HYBRID, layout="LBHNC", block=128)),
+        (SINKS, replace(SINKS, block=64, tp=2)),
+        (replace(SINKS, tp=2), replace(SINKS, layout="LBHNC", block=128)),
+        (replace(GATED, tp=2), replace(GATED, layout="LBHNC", block=128)),
     ],
     ids=lambda s: f"{s.model}-{s.backend}-{s.layout}-{s.block}-tp{s.tp}-{s.kv_cache_dtype}",
 )

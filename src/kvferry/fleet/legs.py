@@ -153,13 +153,22 @@ def decode(
     return Leg(server, tokens, params=params, max_new=max_new, **settings).answer()
 
 
-def cross(producer: Server, consumer: Server, tokens: Prompt, *, max_new: int = MAX_NEW, request_id: str = "") -> Crossed:
+def cross(
+    producer: Server,
+    consumer: Server,
+    tokens: Prompt,
+    *,
+    max_new: int = MAX_NEW,
+    request_id: str = "",
+    settings: Mapping[str, Any] | None = None,
+) -> Crossed:
     """D's leg is not sent where P's leg failed or returned no reference."""
     there = prefill(producer, tokens, request_id=request_id)
     if not there.good or not there.params:
         missing = Answer(there.status, error=f"P's leg brought no reference. {there.error}".strip())
         return Crossed(tokens, there, missing)
-    return Crossed(tokens, there, decode(consumer, tokens, there.params, max_new=max_new, request_id=request_id))
+    how: dict[str, Any] = {"max_new": max_new, "request_id": request_id, "settings": settings}
+    return Crossed(tokens, there, decode(consumer, tokens, there.params, **how))
 
 
 def cross_all(

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvferry.fleet import blocks, namespaces, one_gpu
+from kvferry.fleet import blocks, namespaces, one_gpu, spoiled
 from kvferry.fleet.device import Device
 
 NAP_SECONDS = 0.0001
@@ -72,6 +72,8 @@ def apply_ordered() -> None:
         _tile_without_timing()
     if os.environ.get(one_gpu.VARIABLE):
         one_gpu.share()
+    if os.environ.get(spoiled.VARIABLE):
+        spoiled.where_marked()
 
 
 def _compute_last_tokens_apart() -> None:

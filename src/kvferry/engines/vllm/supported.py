@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from kvferry.engines.vllm.evidence import Evidence
+from kvferry.engines.vllm.evidence import Evidence, Outcome
 from kvferry.engines.vllm.layouts import CERTIFICATES, Certificate, Grid, replay
 
 HEAD: Final = """# What of vLLM's caches can be moved, and where that was seen
@@ -102,10 +102,15 @@ def _moves(runs: Sequence[Evidence]) -> Iterator[str]:
 
 
 def _engines(runs: Sequence[Evidence]) -> Iterator[str]:
-    rows = [(one.what, one.found, run.device) for run in runs for one in run.engines]
+    rows = [(one.what, f"{one.found}{_finds(one)}", run.device) for run in runs for one in run.engines]
     rows += [(one.what, f"**{one.why}**", run.device) for run in runs if run.engines for one in run.troubles]
     title = "Requests between engines, compared with one engine that computes the same steps"
     yield from _table(title, ("model, engines", "found", "seen on"), rows)
+
+
+def _finds(one: Outcome) -> str:
+    told = ", ".join(f"{how} {found}/{tried}" for how, (found, tried) in one.finds.items())
+    return f"; of loads spoiled on purpose it finds {told}" if told else ""
 
 
 def _machines(runs: Sequence[Evidence]) -> Iterator[str]:

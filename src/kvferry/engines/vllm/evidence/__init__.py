@@ -42,11 +42,13 @@ class Trouble(msgspec.Struct, frozen=True):
     why: str
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """A check beside the ops: its name, and what it found to be so."""
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A check beside the ops: its name, and what it found to be so. `finds`: of what was spoiled in some way on purpose, how
+    much the check called wrong, of how much."""
 
     what: str
     found: str
+    finds: dict[str, tuple[int, int]] = {}
 
 
 class Evidence(msgspec.Struct, frozen=True):
