@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -16,7 +16,8 @@ from msgspec import Struct
 from kvferry.bench.agents import load_nixl
 from kvferry.bench.case import MemoryKind, size_of
 from kvferry.bench.child import Child, child
-from kvferry.bench.memory import Memory, allocate, pattern
+from kvferry.bench.comparing import stamp
+from kvferry.bench.memory import ArrayMemory, Memory, allocate
 from kvferry.bench.scatters import SCATTERS
 from kvferry.errors import BenchError, KVFerryError
 from kvferry.strategy import HostMover, Mapped, Mover, SharedBytes, Strategies
@@ -61,31 +62,11 @@ class Held:
     shared: SharedBytes | None = None
 
 
-class _SharedMemory:
-    """Host memory that other processes can map, with the face of a benchmark's memory."""
-
-    def __init__(self, shared: SharedBytes) -> None:
-        self._bytes = shared.bytes
-        self.storage = Storage(shared.address, shared.length)
-
-    def write(self, data: Any) -> None:
-        self._bytes[:] = data
-
-    def read(self) -> Any:
-        return self._bytes
-
-    def clear(self) -> None:
-        self._bytes[:] = 0
-
-    def copier(self, length: int) -> Any:
-        raise BenchError("shared memory is not copied within itself")
-
-
 def memory_of(length: int, kind: MemoryKind, shared: bool) -> Held:
     if kind == "vram" or not shared:
         return Held(allocate(length, kind))
     made = SharedBytes(length)
-    return Held(_SharedMemory(made), made)
+    return Held(ArrayMemory(made.bytes), made)
 
 
 def movers(held: Held, kind: MemoryKind) -> tuple[HostMover, Mover]:
@@ -200,7 +181,7 @@ class _Rank:
 
     def __init__(self, rank: int, length: int, ask: Ask) -> None:
         self.held = memory_of(length, ask.memory, shared=True)
-        self.held.memory.write(pattern(rank, length))
+        stamp(self.held.memory, rank)
         host, mover = movers(self.held, ask.memory)
         self.alive = SharedBytes(8) if ask.memory == "vram" else None
         if self.alive is not None:

@@ -17,21 +17,20 @@ from time import perf_counter, sleep
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from kvferry.bench.agents import load_nixl
 from kvferry.bench.case import Case, MemoryKind, placed, size_of
+from kvferry.bench.comparing import compared
 from kvferry.bench.machine import Record, this_machine
-from kvferry.bench.memory import Bytes, device_name, pattern
+from kvferry.bench.memory import device_name
 from kvferry.bench.scatters import TOKENS, Scatter, cells
 from kvferry.bench.staging_ends import AUTO, Ask, End, Held, Holder, Ready, consumer_end, holder, memory_of
 from kvferry.errors import BenchError, KVFerryError
-from kvferry.plan import Binder, Plan, Tiles
+from kvferry.plan import Binder, Plan
 from kvferry.strategy import cost
 from kvferry.strategy.scattered import ScatteredPrepared
 from kvferry.strategy.staging import BUDGET
-from kvferry.strided import Ints
 from kvferry.transport.contract import Prepared, State
 
 WITHIN: Final = 1.15
@@ -45,7 +44,6 @@ _MERGED: Final = 2_000_000
 """Runs up to here are merged with their neighbours to be counted."""
 _REST_S: Final = 0.00005
 """Between two looks: the producer may need the core."""
-_AT_ONCE: Final = 1 << 22
 _MORE: Final = 4
 _ENOUGH_S: Final = 2.0
 """Loads are repeated up to so many times more often than was asked for, while that takes no longer."""
@@ -148,18 +146,17 @@ class _Cell:
         self.bytes = 0
 
     def measure(self, repeats: int, limit_s: float) -> Cell:
-        sources = {rank: pattern(rank, size_of(self.case.producers[rank])) for rank in self.ranks}
         runs = self.binder.runs(self.case.request)
         if runs <= _MERGED:
             runs = sum(len(found) for found in self.binder.bind(self.case.request).copies)
         foretold = self._foretold()
         ways = [way for way in self.ends if foretold.get(way, 0.0) <= limit_s]
-        want = self._expected(sources)
+        tiles = self.binder.tiles(self.case.request)
+        self.here.memory.clear()
         right = True
         for way in ways:
-            self.here.memory.clear()
             self._load(way)
-            right = right and bool(np.array_equal(self.here.memory.read(), want))
+            right = compared(self.plan, tiles, self.here.memory).right and right
         found = self._in_turn(ways, repeats)
         spare = memory_of(2 * self.bytes, self.memory, shared=False)
         spare.memory.clear()
@@ -220,39 +217,6 @@ class _Cell:
                 sleep(_REST_S)
         transport.notifications()
         return seconds
-
-    def _expected(self, sources: Mapping[int, Bytes]) -> Bytes:
-        """The consumer's memory after the load, from the runs of the plan, with nothing of what is measured."""
-        want = np.zeros(size_of(self.case.consumers[0]), np.uint8)
-        first = self.plan.consumer.regions[0].address
-        for (index, level), tiles in self.binder.tiles(self.case.request).items():
-            edge = self.plan.edges[index]
-            there = self.plan.sources[edge.source].regions
-            source = sources[self.ranks[edge.source]]
-            for run in edge.grains[level].runs:
-                theirs = there[run.src_region].address - there[0].address + run.src_offset
-                ours = self.plan.consumer.regions[run.dst_region].address - first + run.dst_offset
-                src = theirs + _places(self.plan, run.src_lane, tiles, 0)
-                dst = ours + _places(self.plan, run.dst_lane, tiles, 1)
-                for count, there_step, here_step in run.repeats:
-                    src = (src[:, None] + np.arange(count) * there_step).reshape(-1)
-                    dst = (dst[:, None] + np.arange(count) * here_step).reshape(-1)
-                within = np.arange(run.length)
-                step = max(1, _AT_ONCE // run.length)
-                for at in range(0, len(src), step):
-                    few = slice(at, at + step)
-                    want[dst[few, None] + within] = source[src[few, None] + within]
-        return want
-
-
-def _places(plan: Plan, lane: int, tiles: Tiles, side: int) -> Ints:
-    """Where tiles lie, digit by digit."""
-    block, rest = (tiles.dst_block, tiles.dst_tile) if side else (tiles.src_block, tiles.src_tile)
-    found: Ints = block.astype(np.int64) * plan.lanes[lane].block_stride
-    for count, stride in reversed(plan.lanes[lane].digits):
-        found = found + rest % count * stride
-        rest = rest // count
-    return found
 
 
 def verdict(found: Sequence[Cell]) -> str:
