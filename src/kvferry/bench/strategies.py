@@ -19,13 +19,15 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from kvferry.bench.agents import load_nixl
+from kvferry.bench.agents import STOCK_THREADS, Agent, StockLists, load_nixl
+from kvferry.bench.bind import stock_of
 from kvferry.bench.case import Case, MemoryKind, placed, size_of
 from kvferry.bench.comparing import compared
 from kvferry.bench.machine import Record, this_machine
 from kvferry.bench.memory import device_name
 from kvferry.bench.scatters import TOKENS, Scatter, cells
 from kvferry.bench.staging_ends import AUTO, Ask, End, Held, Holder, Ready, consumer_end, holder, memory_of
+from kvferry.bench.stock import Stock
 from kvferry.errors import BenchError, KVFerryError
 from kvferry.plan import Binder, Plan
 from kvferry.strategy import cost
@@ -38,6 +40,8 @@ LIMIT_S: Final = 5.0
 """A strategy that would take longer than this, as the model foretells it, is not measured."""
 REPEATS: Final = 5
 HOST_WAYS: Final = ("direct", "mapped", "packed", "staged")
+STOCK: Final = "stock"
+"""Beside the strategies, never among what is chosen from: the same bytes as vLLM's own connector would post them."""
 DEVICE_WAYS: Final = ("direct", "mapped", "packed", "packed (host)", "staged")
 
 _MERGED: Final = 2_000_000
@@ -55,7 +59,8 @@ class Cell(Struct, frozen=True):
     """One request: bytes, runs, the fewest seconds by every strategy, what the model foretells and chooses among those that
     need no mapped memory, and a plain copy of as many bytes. A strategy that would take too long was not measured. `right`:
     every byte was compared, after every strategy. `chosen_seconds`: of loads by an end that chooses for itself, in turn with
-    the others; they are loads of the strategy that it chose like any other."""
+    the others; they are loads of the strategy that it chose like any other. Where its choice would take too long, nothing is
+    `chosen`. `stock_bytes`: what stock moved, whole blocks; `stock_remark`: why there is nothing of it."""
 
     scatter: str
     tokens: int
@@ -69,6 +74,8 @@ class Cell(Struct, frozen=True):
     memcpy_seconds: float
     path: str
     chosen_seconds: float = 0.0
+    stock_bytes: int = 0
+    stock_remark: str = ""
 
     @property
     def best(self) -> float:
@@ -120,10 +127,44 @@ def measure(
     try:
         for way in (*(DEVICE_WAYS if memory == "vram" else HOST_WAYS), AUTO):
             ends[way] = consumer_end(way, here, memory, budget)
-        return _Cell(scatter, case, memory, ready, here, ends).measure(repeats, limit_s)
+        cell = _Cell(scatter, case, memory, ready, here, ends).measure(repeats, limit_s)
     finally:
         for end in ends.values():
             end.close()
+    return _beside_stock(cell, held, scatter, case, here, repeats)
+
+
+def _beside_stock(cell: Cell, held: Holder, scatter: Scatter, case: Case, here: Held, repeats: int) -> Cell:
+    """The cell with what stock takes. Its agents have threads that spin, on both sides: they live only while nobody else is
+    measured."""
+    model, remark = stock_of(case)
+    if model is None or "direct" not in cell.seconds:
+        return msgspec.structs.replace(cell, stock_remark=remark or "too long")
+    kind: MemoryKind = "vram" if cell.memory == "vram" else "dram"
+    ready = held.hold(Ask(scatter.name, scatter.layers, case.tokens, kind, BUDGET, stock=True))
+    consumer = placed(case.consumers[0], here.memory.storage.address, kind)
+    producers = [placed(m, entry.address, kind) for m, entry in zip(case.producers, ready.ranks, strict=True)]
+    plan = case.plan(producers, consumer)
+    ranks = [side.identity.rank.ordinal for side in plan.sources]
+    agent = Agent("stock-decode", STOCK_THREADS)
+    try:
+        agent.register(here.memory.storage)
+        model = Stock(consumer, [producers[rank] for rank in ranks])
+        lists = StockLists(agent, model, [agent.connect(ready.ranks[rank].transport) for rank in ranks], kind)
+        here.memory.clear()
+        lists.read(case.request)
+        # Whole blocks are moved, so that there may be more than the plan asks for.
+        wrong = compared(plan, Binder(plan).tiles(case.request), here.memory).wrong
+        took: list[float] = []
+        began = perf_counter()
+        while len(took) < repeats or (len(took) < _MORE * repeats and perf_counter() - began < _ENOUGH_S / len(cell.seconds)):
+            took.append(lists.read(case.request))
+        lists.drop()
+    finally:
+        agent.close()
+    seconds = cell.seconds | {STOCK: min(took)}
+    right = cell.right and not wrong
+    return msgspec.structs.replace(cell, seconds=seconds, right=right, stock_bytes=model.bytes(case.request))
 
 
 class _Cell:
@@ -150,7 +191,7 @@ class _Cell:
         if runs <= _MERGED:
             runs = sum(len(found) for found in self.binder.bind(self.case.request).copies)
         foretold = self._foretold()
-        ways = [way for way in self.ends if foretold.get(way, 0.0) <= limit_s]
+        ways = [way for way in self.ends if foretold.get(way, self._own(way)) <= limit_s]
         tiles = self.binder.tiles(self.case.request)
         self.here.memory.clear()
         right = True
@@ -174,7 +215,7 @@ class _Cell:
             right,
             min(copier() for _ in range(max(3, repeats))),
             self.ends[AUTO].transport.path(self.names[0]).name,
-            found[AUTO],
+            found.get(AUTO, 0.0),
         )
 
     def _in_turn(self, ways: Sequence[str], repeats: int) -> dict[str, float]:
@@ -196,6 +237,12 @@ class _Cell:
         found = [one.costs(tiles) for one in self.prepared[AUTO] if isinstance(one, ScatteredPrepared)]
         ways: tuple[cost.Way, ...] = ("direct", "packed", "staged")
         return {way: sum(one[way] for one in found) for way in ways if all(way in one for one in found)}
+
+    def _own(self, way: str) -> float:
+        """What the end of a way foretells of its loads, each of which goes as it would choose; nothing of mapped memory."""
+        tiles = self.binder.tiles(self.case.request)
+        found = [one.costs(tiles) for one in self.prepared[way] if isinstance(one, ScatteredPrepared)]
+        return sum(min(one.values()) for one in found)
 
     def _load(self, way: str) -> float:
         transport, start = self.ends[way].transport, perf_counter()
@@ -221,11 +268,15 @@ class _Cell:
 
 def verdict(found: Sequence[Cell]) -> str:
     """How good the automatic choice was."""
-    within = sum(cell.regret <= WITHIN for cell in found)
-    worst = max(found, key=lambda cell: cell.regret)
+    judged = [cell for cell in found if cell.chosen]
+    longer = f"; {len(found) - len(judged)} would take too long" if len(judged) < len(found) else ""
+    if not judged:
+        return "nothing was chosen: every cell would take too long"
+    within = sum(cell.regret <= WITHIN for cell in judged)
+    worst = max(judged, key=lambda cell: cell.regret)
     return (
-        f"the choice is within {WITHIN:g} × of the best in {within} of {len(found)} cells; "
-        f"at worst {worst.regret:.2f} × ({worst.scatter}, {length_of(worst)}: {worst.chosen})"
+        f"the choice is within {WITHIN:g} × of the best in {within} of {len(judged)} cells; "
+        f"at worst {worst.regret:.2f} × ({worst.scatter}, {length_of(worst)}: {worst.chosen}){longer}"
     )
 
 
@@ -238,10 +289,10 @@ def line(cell: Cell) -> str:
         f"{way} {1000 * seconds:.2f} ms" + (f" (foretold {1000 * cell.foretold[way]:.2f})" if way in cell.foretold else "")
         for way, seconds in cell.seconds.items()
     )
+    chosen = f"chosen {cell.chosen} {1000 * cell.chosen_seconds:.2f} ms ({cell.regret:.2f})" if cell.chosen else "none chosen"
     return (
         f"{cell.scatter}, {length_of(cell)}, {cell.bytes / 1e6:.1f} MB in {cell.runs:,} runs: {times}; memcpy "
-        f"{1000 * cell.memcpy_seconds:.2f} ms; chosen {cell.chosen} {1000 * cell.chosen_seconds:.2f} ms ({cell.regret:.2f}); "
-        f"{'right' if cell.right else 'WRONG'}"
+        f"{1000 * cell.memcpy_seconds:.2f} ms; {chosen}; {'right' if cell.right else 'WRONG'}"
     )
 
 
