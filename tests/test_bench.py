@@ -331,6 +331,11 @@ def test_a_limit_holds_for_the_end_that_chooses_too(nixl):
     assert "none chosen" in strategies.line(cell)
 
 
+def test_loads_are_asked_after_without_rest_where_cores_are_not_few():
+    assert strategies.rest_s(2) > 0
+    assert strategies.rest_s(16) == 0
+
+
 def test_a_cell_that_would_take_too_long_is_not_judged():
     done = strategies.Cell("a", 1, "dram", 1, 1, {"direct": 2.0}, {"direct": 1.0}, "direct", True, 0.1, "a path", 2.0)
     longer = strategies.Cell("b", 1, "dram", 1, 1, {"mapped": 2.0}, {"direct": 9.0}, "", True, 0.1, "a path")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ DEVICE_WAYS: Final = ("direct", "mapped", "packed", "packed (host)", "staged")
 _MERGED: Final = 2_000_000
 """Runs up to here are merged with their neighbours to be counted."""
 _REST_S: Final = 0.00005
-"""Between two looks: the producer may need the core."""
+_FEW_CORES: Final = 4
 _MORE: Final = 4
 _ENOUGH_S: Final = 2.0
 """Loads are repeated up to so many times more often than was asked for, while that takes no longer."""
@@ -115,6 +116,12 @@ def run(
             out.append(measure(held, scatter, tokens, memory, repeats, budget, limit_s))
             tick(out[-1])
     return out
+
+
+def rest_s(cores: int) -> float:
+    """Between two looks at a load, where cores are few and the producer may need this one; else it is asked after without rest,
+    as stock is."""
+    return _REST_S if cores < _FEW_CORES else 0.0
 
 
 def measure(
@@ -185,6 +192,7 @@ class _Cell:
             self.names = [end.transport.connect(e.hosted if way == "packed (host)" else e.transport) for e in entries]
             self.prepared[way] = [end.transport.prepare(self.plan, i, name) for i, name in enumerate(self.names)]
         self.bytes = 0
+        self.rest_s = rest_s(len(os.sched_getaffinity(0)))
 
     def measure(self, repeats: int, limit_s: float) -> Cell:
         runs = self.binder.runs(self.case.request)
@@ -250,7 +258,7 @@ class _Cell:
         reads = [transport.read(prepared, loading.tiles) for prepared in self.prepared[way]]
         left = list(reads)
         while left := [read for read in left if transport.poll(read) is State.RUNNING]:
-            sleep(_REST_S)
+            sleep(self.rest_s)
         seconds = perf_counter() - start
         for read in reads:
             if read.error:
@@ -261,7 +269,7 @@ class _Cell:
             raise BenchError(f"{self.scatter.name}, {way}: {moved:,} bytes moved of {loading.bytes:,}")
         for read in reads:
             while not transport.release(read):
-                sleep(_REST_S)
+                sleep(self.rest_s)
         transport.notifications()
         return seconds
 
