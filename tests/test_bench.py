@@ -295,6 +295,9 @@ def test_every_strategy_moves_every_scatter_byte_by_byte(nixl):
         assert cell.took / cell.regret == pytest.approx(cell.best)
         assert 0 < cell.took <= cell.chosen_seconds
         assert set(cell.chosen.split(" and ")) <= set(cell.foretold)
+        assert (strategies.STOCK in cell.seconds) == (not cell.stock_remark) == (cell.stock_bytes >= cell.bytes)
+    served = [cell.scatter for cell in found if strategies.STOCK in cell.seconds]
+    assert served == ["consecutive blocks", "scattered blocks", "head slices, TP 1 → 2", "head slices, TP 2 → 1"]
     assert f"of {len(found)} cells" in strategies.verdict(found)
 
 
@@ -318,6 +321,29 @@ def test_a_choice_is_judged_by_the_strategy_that_it_took(chosen, chosen_seconds,
     assert cell.regret == pytest.approx(regret)
 
 
+def test_a_limit_holds_for_the_end_that_chooses_too(nixl):
+    """Of mapped memory nothing is foretold; whatever is, would take longer than this."""
+    [cell] = strategies.run(cells([100], "scattered blocks"), repeats=1, budget=1 << 20, limit_s=1e-9)
+    assert (set(cell.seconds), cell.chosen, cell.chosen_seconds) == ({"mapped"}, "", 0.0)
+    assert cell.stock_remark == "too long"
+    assert cell.right
+    assert strategies.verdict([cell]) == "nothing was chosen: every cell would take too long"
+    assert "none chosen" in strategies.line(cell)
+
+
+def test_loads_are_asked_after_without_rest_where_cores_are_not_few():
+    assert strategies.rest_s(2) > 0
+    assert strategies.rest_s(16) == 0
+
+
+def test_a_cell_that_would_take_too_long_is_not_judged():
+    done = strategies.Cell("a", 1, "dram", 1, 1, {"direct": 2.0}, {"direct": 1.0}, "direct", True, 0.1, "a path", 2.0)
+    longer = strategies.Cell("b", 1, "dram", 1, 1, {"mapped": 2.0}, {"direct": 9.0}, "", True, 0.1, "a path")
+    said = strategies.verdict([longer, done])
+    assert "in 1 of 1 cells" in said
+    assert "1 would take too long" in said
+
+
 def test_strategies_are_shown_kept_and_drawn(nixl, tmp_path):
     words = [
         "bench",
@@ -325,7 +351,7 @@ def test_strategies_are_shown_kept_and_drawn(nixl, tmp_path):
         "--tokens",
         "64",
         "--only",
-        "token-major, TP",
+        "TP 1 → 2",
         "--repeats",
         "1",
         "--staging-bytes",
@@ -337,9 +363,10 @@ def test_strategies_are_shown_kept_and_drawn(nixl, tmp_path):
     drawn = tmp_path / "heat.svg"
     shown = kvferry("bench", "strategies", "--add", str(tmp_path / "kept.json"), "--plot", str(drawn))
     assert shown.returncode == 0, shown.stderr
-    for word in ("token-major", "packed", "staged", "right", "the choice is within"):
+    for word in ("token-major", "packed", "staged", "stock", "right", "the choice is within"):
         assert word in shown.stdout
-    assert len(ET.parse(drawn).getroot().findall("{http://www.w3.org/2000/svg}rect")) == 1 + len(strategies.HOST_WAYS)
+    rectangles = ET.parse(drawn).getroot().findall("{http://www.w3.org/2000/svg}rect")
+    assert len(rectangles) == 1 + 3 * len(strategies.HOST_WAYS) + 1
 
 
 def test_what_paths_cost_is_measured_and_plans_are_judged_by_it(nixl, tmp_path):

@@ -1,4 +1,5 @@
-"""NIXL without KVFerry around it: what the baselines read with, under the same UCX settings and without a progress thread."""
+"""NIXL without KVFerry around it: what the baselines read with, under the same UCX settings; without a progress thread, or with
+the threads that vLLM's connector has."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from kvferry.transport.contract import Storage
 _MODULES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 _LOCAL: Final = "NIXL_INIT_AGENT"
 _PATIENCE_S: Final = 120.0
+STOCK_THREADS: Final = 4
+"""Of UCX's, that vLLM's connector posts with unless told otherwise."""
 
 Posted = Any
 
@@ -38,12 +41,13 @@ def load_nixl() -> Any:
 
 
 class Agent:
-    """One end of the wire."""
+    """One end of the wire; with `threads` that post it has one that spins for progress as well."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int = 0) -> None:
         api = load_nixl()
         with ucx.environment({}):
-            self._nixl = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            config = api.nixl_agent_config(enable_prog_thread=threads > 0, num_threads=threads, backends=["UCX"])
+            self._nixl = api.nixl_agent(name, config)
         self._registered: list[Any] = []
 
     def register(self, storage: Storage) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import log
 from xml.sax.saxutils import escape
 
@@ -16,11 +16,12 @@ _HOT = 30.0
 
 @dataclass(frozen=True)
 class Row:
-    """A request: its name, seconds by strategy, and the strategy that is chosen."""
+    """A request: its name, seconds by strategy, the strategy that is chosen, and what is said of those without seconds."""
 
     name: str
     seconds: dict[str, float]
     chosen: str
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 def svg(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
@@ -40,13 +41,18 @@ def svg(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(row.name)}</text>')
         for i, name in enumerate(columns):
             seconds = row.seconds.get(name)
-            parts += _cell(_LEFT + _WIDE * i, y, seconds, best, name == row.chosen)
+            if seconds is None:
+                parts.append(_said(_LEFT + _WIDE * i, y, row.missing.get(name, "too long")))
+            else:
+                parts += _cell(_LEFT + _WIDE * i, y, seconds, best, name == row.chosen)
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _cell(x: int, y: int, seconds: float | None, best: float, chosen: bool) -> list[str]:
-    if seconds is None:
-        return [f'<text x="{x + _WIDE / 2:.0f}" y="{y + 16}" text-anchor="middle" fill="#999999">too long</text>']
+def _said(x: int, y: int, words: str) -> str:
+    return f'<text x="{x + _WIDE / 2:.0f}" y="{y + 16}" text-anchor="middle" fill="#999999">{escape(words)}</text>'
+
+
+def _cell(x: int, y: int, seconds: float, best: float, chosen: bool) -> list[str]:
     heat = min(1.0, log(seconds / best) / log(_HOT)) if seconds > best else 0.0
     red, green, blue = (round(255 - heat * (255 - end)) for end in (150, 50, 40))
     frame = ' stroke="#1f4f8a" stroke-width="2.5"' if chosen else ' stroke="#dddddd"'

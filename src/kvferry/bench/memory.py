@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import mmap
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +13,26 @@ import numpy.typing as npt
 from kvferry.bench.case import MemoryKind
 from kvferry.bench.measure import timed
 from kvferry.errors import BenchError
+from kvferry.strided import Ints
 from kvferry.transport.contract import Storage
 
 Bytes = npt.NDArray[np.uint8]
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-_SALT = 0xD1B54A32D192ED03
+ODD: Final = 0x9E3779B97F4A7C15
+_SALT: Final = 0xD1B54A32D192ED03
+_NUMBERS: Final[dict[int, Any]] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+_TENSORS: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def salt(rank: int) -> int:
+    return (rank + 1) * _SALT % (1 << 64)
 
 
 def pattern(rank: int, length: int) -> Bytes:
     """Bytes that tell their rank and place: no two words of any two ranks are equal."""
     words = np.arange(1, -(-length // 8) + 1, dtype=np.uint64)
-    words *= _ODD
-    words ^= np.uint64((rank + 1) * _SALT % (1 << 64))
+    words *= np.uint64(ODD)
+    words ^= np.uint64(salt(rank))
     return words.view(np.uint8)[:length]
 
 
@@ -34,6 +41,19 @@ class Memory(Protocol):
 
     @property
     def storage(self) -> Storage: ...
+
+    @property
+    def at_once(self) -> int:
+        """Elements to look at by one call."""
+        ...
+
+    def view(self, unit: int) -> Any:
+        """All whole elements of `unit` bytes, as numbers where they lie, once nothing is being written there."""
+        ...
+
+    def place(self, numbers: Ints) -> Any:
+        """The numbers where the bytes are."""
+        ...
 
     def write(self, data: Bytes) -> None: ...
 
@@ -46,16 +66,20 @@ class Memory(Protocol):
         ...
 
 
-class HostMemory:
-    """Anonymous pages, not touched before they are written."""
+class ArrayMemory:
+    """Bytes of an array in host memory."""
 
-    def __init__(self, length: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        try:
-            self._bytes: Bytes = np.frombuffer(mmap.mmap(-1, max(length, 1), flags=flags), np.uint8)[:length]
-        except (OSError, OverflowError, ValueError) as error:
-            raise BenchError(f"{length:,} bytes of memory cannot be had: {error}; use fewer blocks or smaller pages") from None
-        self.storage = Storage(self._bytes.ctypes.data, length)
+    at_once = 1 << 16
+
+    def __init__(self, found: Bytes) -> None:
+        self._bytes = found
+        self.storage = Storage(found.ctypes.data, len(found))
+
+    def view(self, unit: int) -> Any:
+        return self._bytes[: len(self._bytes) // unit * unit].view(_NUMBERS[unit])
+
+    def place(self, numbers: Ints) -> Any:
+        return numbers
 
     def write(self, data: Bytes) -> None:
         self._bytes[:] = data
@@ -71,39 +95,65 @@ class HostMemory:
         return lambda: timed(lambda: np.copyto(here, there))
 
 
-class DeviceMemory:
-    """A torch tensor; torch is imported only here."""
+class HostMemory(ArrayMemory):
+    """Anonymous pages, not touched before they are written."""
 
     def __init__(self, length: int) -> None:
-        self._torch = _torch()
-        self._bytes = self._torch.empty(length, dtype=self._torch.uint8, device="cuda:0")
-        self.storage = Storage(self._bytes.data_ptr(), length, "vram", 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        try:
+            super().__init__(np.frombuffer(mmap.mmap(-1, max(length, 1), flags=flags), np.uint8)[:length])
+        except (OSError, OverflowError, ValueError) as error:
+            raise BenchError(f"{length:,} bytes of memory cannot be had: {error}; use fewer blocks or smaller pages") from None
+
+
+class DeviceMemory:
+    """A torch tensor of bytes."""
+
+    at_once = 1 << 24
+
+    def __init__(self, torch: Any, found: Any) -> None:
+        self._torch, self._bytes = torch, found
+        self.storage = Storage(found.data_ptr(), len(found), "vram", 0)
+
+    def _settle(self) -> None:
+        if self._bytes.is_cuda:
+            self._torch.cuda.synchronize()
+
+    def view(self, unit: int) -> Any:
+        self._settle()
+        return self._bytes[: len(self._bytes) // unit * unit].view(getattr(self._torch, _TENSORS[unit]))
+
+    def place(self, numbers: Ints) -> Any:
+        return self._torch.as_tensor(numbers, device=self._bytes.device)
 
     def write(self, data: Bytes) -> None:
         self._bytes.copy_(self._torch.from_numpy(data))
-        self._torch.cuda.synchronize()
+        self._settle()
 
     def read(self) -> Bytes:
-        self._torch.cuda.synchronize()
+        self._settle()
         found: Bytes = self._bytes.cpu().numpy()
         return found
 
     def clear(self) -> None:
         self._bytes.zero_()
-        self._torch.cuda.synchronize()
+        self._settle()
 
     def copier(self, length: int) -> Callable[[], float]:
         there, here = self._bytes[:length], self._bytes[length : 2 * length]
 
         def copy() -> None:
             here.copy_(there)
-            self._torch.cuda.synchronize()
+            self._settle()
 
         return lambda: timed(copy)
 
 
 def allocate(length: int, kind: MemoryKind) -> Memory:
-    return DeviceMemory(length) if kind == "vram" else HostMemory(length)
+    if kind == "dram":
+        return HostMemory(length)
+    torch = _torch()
+    return DeviceMemory(torch, torch.empty(length, dtype=torch.uint8, device="cuda:0"))
 
 
 def device_name(kind: MemoryKind) -> str:
@@ -111,6 +161,7 @@ def device_name(kind: MemoryKind) -> str:
 
 
 def _torch() -> Any:
+    """Torch is imported only here."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:

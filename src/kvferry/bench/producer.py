@@ -12,7 +12,8 @@ from msgspec import Struct
 from kvferry.bench.agents import Agent, load_nixl
 from kvferry.bench.case import Case, MemoryKind, size_of
 from kvferry.bench.child import child
-from kvferry.bench.memory import Memory, allocate, pattern
+from kvferry.bench.comparing import stamp
+from kvferry.bench.memory import Memory, allocate
 from kvferry.errors import BenchError, KVFerryError
 from kvferry.transport.nixl import NixlOptions, NixlTransport
 
@@ -84,13 +85,13 @@ class _Rank:
 
     def __init__(self, rank: int, length: int, ask: Ask) -> None:
         self.memory: Memory = allocate(length, ask.memory)
-        self.memory.write(pattern(rank, length))
+        stamp(self.memory, rank)
         self.agent = Agent(f"stock-prefill-{rank}")
         self.transport = NixlTransport(f"prefill-{rank}", NixlOptions(progress_thread=False))
         self.wire: Memory | None = None
         if rank == 0:
             self.wire = allocate(ask.wire, ask.memory)
-            self.wire.write(pattern(rank, ask.wire))
+            stamp(self.wire, rank)
             self.agent.register(self.wire.storage)
         self.agent.register(self.memory.storage)
         self.transport.register([self.memory.storage])

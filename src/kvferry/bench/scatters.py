@@ -51,7 +51,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class _Made(Case):
-    """A case of a made-up model; a scattered request lies in a pool of twice as many blocks."""
+    """A case of a made-up model; a request takes all blocks of its pool but the first, a scattered one in no order."""
 
     scatter: Scatter | None = None
 

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 
-from kvferry.bench.agents import load_nixl
+from kvferry.bench.agents import STOCK_THREADS, Agent, load_nixl
 from kvferry.bench.case import MemoryKind, size_of
 from kvferry.bench.child import Child, child
-from kvferry.bench.memory import Memory, allocate, pattern
+from kvferry.bench.comparing import stamp
+from kvferry.bench.memory import ArrayMemory, Memory, allocate
 from kvferry.bench.scatters import SCATTERS
 from kvferry.errors import BenchError, KVFerryError
 from kvferry.strategy import HostMover, Mapped, Mover, SharedBytes, Strategies
@@ -32,7 +33,8 @@ AUTO: Final = "auto"
 
 
 class Ask(Struct, frozen=True):
-    """Which way for bytes to be scattered the producer's process is to hold, in how many layers and how long."""
+    """Which way for bytes to be scattered the producer's process is to hold, in how many layers and how long; `stock`: for an
+    agent with the settings of vLLM's connector, and for nobody else."""
 
     scatter: str
     layers: int
@@ -40,6 +42,7 @@ class Ask(Struct, frozen=True):
     memory: MemoryKind
     budget: int
     ucx: dict[str, str] = {}
+    stock: bool = False
 
 
 class RankEntry(Struct, frozen=True):
@@ -61,31 +64,11 @@ class Held:
     shared: SharedBytes | None = None
 
 
-class _SharedMemory:
-    """Host memory that other processes can map, with the face of a benchmark's memory."""
-
-    def __init__(self, shared: SharedBytes) -> None:
-        self._bytes = shared.bytes
-        self.storage = Storage(shared.address, shared.length)
-
-    def write(self, data: Any) -> None:
-        self._bytes[:] = data
-
-    def read(self) -> Any:
-        return self._bytes
-
-    def clear(self) -> None:
-        self._bytes[:] = 0
-
-    def copier(self, length: int) -> Any:
-        raise BenchError("shared memory is not copied within itself")
-
-
 def memory_of(length: int, kind: MemoryKind, shared: bool) -> Held:
     if kind == "vram" or not shared:
         return Held(allocate(length, kind))
     made = SharedBytes(length)
-    return Held(_SharedMemory(made), made)
+    return Held(ArrayMemory(made.bytes), made)
 
 
 def movers(held: Held, kind: MemoryKind) -> tuple[HostMover, Mover]:
@@ -167,12 +150,13 @@ def holder() -> Iterator[Holder]:
 
 
 def _hold(parent: Connection) -> None:
-    ranks: list[_Rank] = []
+    ranks: list[_Rank] | list[_StockRank] = []
     try:
         load_nixl()
         while True:
-            rest = 0 if any(inner.hurried for rank in ranks for inner in rank.inner) else _IDLE_S
-            if not parent.poll(rest if ranks else None):
+            ends = [inner for rank in ranks for inner in rank.inner]
+            rest = 0 if any(inner.hurried for inner in ends) else _IDLE_S
+            if not parent.poll(rest if ends else None):
                 for rank in ranks:
                     rank.turn()
                 continue
@@ -185,7 +169,11 @@ def _hold(parent: Connection) -> None:
             try:
                 ask = msgspec.msgpack.decode(data, type=Ask)
                 scatter = replace(next(s for s in SCATTERS if s.name == ask.scatter), layers=ask.layers)
-                ranks = [_Rank(rank, size_of(m), ask) for rank, m in enumerate(scatter.case(ask.tokens).producers)]
+                sizes = [size_of(manifest) for manifest in scatter.case(ask.tokens).producers]
+                if ask.stock:
+                    ranks = [_StockRank(rank, size, ask) for rank, size in enumerate(sizes)]
+                else:
+                    ranks = [_Rank(rank, size, ask) for rank, size in enumerate(sizes)]
             except KVFerryError as error:
                 parent.send_bytes(msgspec.msgpack.encode(Ready(error=str(error))))
             else:
@@ -200,7 +188,7 @@ class _Rank:
 
     def __init__(self, rank: int, length: int, ask: Ask) -> None:
         self.held = memory_of(length, ask.memory, shared=True)
-        self.held.memory.write(pattern(rank, length))
+        stamp(self.held.memory, rank)
         host, mover = movers(self.held, ask.memory)
         self.alive = SharedBytes(8) if ask.memory == "vram" else None
         if self.alive is not None:
@@ -230,3 +218,24 @@ class _Rank:
     def entry(self) -> RankEntry:
         words = [end.metadata() for end in self.ends]
         return RankEntry(self.held.memory.storage.address, words[0], words[-1])
+
+
+class _StockRank:
+    """A source rank's memory under an agent whose own threads do all that is to be done."""
+
+    inner: tuple[Scattered, ...] = ()
+
+    def __init__(self, rank: int, length: int, ask: Ask) -> None:
+        self.held = memory_of(length, ask.memory, shared=False)
+        stamp(self.held.memory, rank)
+        self.agent = Agent(f"stock-prefill-{rank}", STOCK_THREADS)
+        self.agent.register(self.held.memory.storage)
+
+    def turn(self) -> None:
+        """Nothing waits for this thread."""
+
+    def close(self) -> None:
+        self.agent.close()
+
+    def entry(self) -> RankEntry:
+        return RankEntry(self.held.memory.storage.address, self.agent.metadata(), b"")

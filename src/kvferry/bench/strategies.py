@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,21 +18,22 @@ from time import perf_counter, sleep
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
-from kvferry.bench.agents import load_nixl
+from kvferry.bench.agents import STOCK_THREADS, Agent, StockLists, load_nixl
+from kvferry.bench.bind import stock_of
 from kvferry.bench.case import Case, MemoryKind, placed, size_of
+from kvferry.bench.comparing import compared
 from kvferry.bench.machine import Record, this_machine
-from kvferry.bench.memory import Bytes, device_name, pattern
+from kvferry.bench.memory import device_name
 from kvferry.bench.scatters import TOKENS, Scatter, cells
 from kvferry.bench.staging_ends import AUTO, Ask, End, Held, Holder, Ready, consumer_end, holder, memory_of
+from kvferry.bench.stock import Stock
 from kvferry.errors import BenchError, KVFerryError
-from kvferry.plan import Binder, Plan, Tiles
+from kvferry.plan import Binder, Plan
 from kvferry.strategy import cost
 from kvferry.strategy.scattered import ScatteredPrepared
 from kvferry.strategy.staging import BUDGET
-from kvferry.strided import Ints
 from kvferry.transport.contract import Prepared, State
 
 WITHIN: Final = 1.15
@@ -39,13 +41,14 @@ LIMIT_S: Final = 5.0
 """A strategy that would take longer than this, as the model foretells it, is not measured."""
 REPEATS: Final = 5
 HOST_WAYS: Final = ("direct", "mapped", "packed", "staged")
+STOCK: Final = "stock"
+"""Beside the strategies, never among what is chosen from: the same bytes as vLLM's own connector would post them."""
 DEVICE_WAYS: Final = ("direct", "mapped", "packed", "packed (host)", "staged")
 
 _MERGED: Final = 2_000_000
 """Runs up to here are merged with their neighbours to be counted."""
 _REST_S: Final = 0.00005
-"""Between two looks: the producer may need the core."""
-_AT_ONCE: Final = 1 << 22
+_FEW_CORES: Final = 4
 _MORE: Final = 4
 _ENOUGH_S: Final = 2.0
 """Loads are repeated up to so many times more often than was asked for, while that takes no longer."""
@@ -57,7 +60,8 @@ class Cell(Struct, frozen=True):
     """One request: bytes, runs, the fewest seconds by every strategy, what the model foretells and chooses among those that
     need no mapped memory, and a plain copy of as many bytes. A strategy that would take too long was not measured. `right`:
     every byte was compared, after every strategy. `chosen_seconds`: of loads by an end that chooses for itself, in turn with
-    the others; they are loads of the strategy that it chose like any other."""
+    the others; they are loads of the strategy that it chose like any other. Where its choice would take too long, nothing is
+    `chosen`. `stock_bytes`: what stock moved, whole blocks; `stock_remark`: why there is nothing of it."""
 
     scatter: str
     tokens: int
@@ -71,6 +75,8 @@ class Cell(Struct, frozen=True):
     memcpy_seconds: float
     path: str
     chosen_seconds: float = 0.0
+    stock_bytes: int = 0
+    stock_remark: str = ""
 
     @property
     def best(self) -> float:
@@ -112,6 +118,12 @@ def run(
     return out
 
 
+def rest_s(cores: int) -> float:
+    """Between two looks at a load, where cores are few and the producer may need this one; else it is asked after without rest,
+    as stock is."""
+    return _REST_S if cores < _FEW_CORES else 0.0
+
+
 def measure(
     held: Holder, scatter: Scatter, tokens: int, memory: MemoryKind, repeats: int, budget: int, limit_s: float = LIMIT_S
 ) -> Cell:
@@ -122,10 +134,44 @@ def measure(
     try:
         for way in (*(DEVICE_WAYS if memory == "vram" else HOST_WAYS), AUTO):
             ends[way] = consumer_end(way, here, memory, budget)
-        return _Cell(scatter, case, memory, ready, here, ends).measure(repeats, limit_s)
+        cell = _Cell(scatter, case, memory, ready, here, ends).measure(repeats, limit_s)
     finally:
         for end in ends.values():
             end.close()
+    return _beside_stock(cell, held, scatter, case, here, repeats)
+
+
+def _beside_stock(cell: Cell, held: Holder, scatter: Scatter, case: Case, here: Held, repeats: int) -> Cell:
+    """The cell with what stock takes. Its agents have threads that spin, on both sides: they live only while nobody else is
+    measured."""
+    model, remark = stock_of(case)
+    if model is None or "direct" not in cell.seconds:
+        return msgspec.structs.replace(cell, stock_remark=remark or "too long")
+    kind: MemoryKind = "vram" if cell.memory == "vram" else "dram"
+    ready = held.hold(Ask(scatter.name, scatter.layers, case.tokens, kind, BUDGET, stock=True))
+    consumer = placed(case.consumers[0], here.memory.storage.address, kind)
+    producers = [placed(m, entry.address, kind) for m, entry in zip(case.producers, ready.ranks, strict=True)]
+    plan = case.plan(producers, consumer)
+    ranks = [side.identity.rank.ordinal for side in plan.sources]
+    agent = Agent("stock-decode", STOCK_THREADS)
+    try:
+        agent.register(here.memory.storage)
+        model = Stock(consumer, [producers[rank] for rank in ranks])
+        lists = StockLists(agent, model, [agent.connect(ready.ranks[rank].transport) for rank in ranks], kind)
+        here.memory.clear()
+        lists.read(case.request)
+        # Whole blocks are moved, so that there may be more than the plan asks for.
+        wrong = compared(plan, Binder(plan).tiles(case.request), here.memory).wrong
+        took: list[float] = []
+        began = perf_counter()
+        while len(took) < repeats or (len(took) < _MORE * repeats and perf_counter() - began < _ENOUGH_S / len(cell.seconds)):
+            took.append(lists.read(case.request))
+        lists.drop()
+    finally:
+        agent.close()
+    seconds = cell.seconds | {STOCK: min(took)}
+    right = cell.right and not wrong
+    return msgspec.structs.replace(cell, seconds=seconds, right=right, stock_bytes=model.bytes(case.request))
 
 
 class _Cell:
@@ -146,20 +192,20 @@ class _Cell:
             self.names = [end.transport.connect(e.hosted if way == "packed (host)" else e.transport) for e in entries]
             self.prepared[way] = [end.transport.prepare(self.plan, i, name) for i, name in enumerate(self.names)]
         self.bytes = 0
+        self.rest_s = rest_s(len(os.sched_getaffinity(0)))
 
     def measure(self, repeats: int, limit_s: float) -> Cell:
-        sources = {rank: pattern(rank, size_of(self.case.producers[rank])) for rank in self.ranks}
         runs = self.binder.runs(self.case.request)
         if runs <= _MERGED:
             runs = sum(len(found) for found in self.binder.bind(self.case.request).copies)
         foretold = self._foretold()
-        ways = [way for way in self.ends if foretold.get(way, 0.0) <= limit_s]
-        want = self._expected(sources)
+        ways = [way for way in self.ends if foretold.get(way, self._own(way)) <= limit_s]
+        tiles = self.binder.tiles(self.case.request)
+        self.here.memory.clear()
         right = True
         for way in ways:
-            self.here.memory.clear()
             self._load(way)
-            right = right and bool(np.array_equal(self.here.memory.read(), want))
+            right = compared(self.plan, tiles, self.here.memory).right and right
         found = self._in_turn(ways, repeats)
         spare = memory_of(2 * self.bytes, self.memory, shared=False)
         spare.memory.clear()
@@ -177,7 +223,7 @@ class _Cell:
             right,
             min(copier() for _ in range(max(3, repeats))),
             self.ends[AUTO].transport.path(self.names[0]).name,
-            found[AUTO],
+            found.get(AUTO, 0.0),
         )
 
     def _in_turn(self, ways: Sequence[str], repeats: int) -> dict[str, float]:
@@ -200,13 +246,19 @@ class _Cell:
         ways: tuple[cost.Way, ...] = ("direct", "packed", "staged")
         return {way: sum(one[way] for one in found) for way in ways if all(way in one for one in found)}
 
+    def _own(self, way: str) -> float:
+        """What the end of a way foretells of its loads, each of which goes as it would choose; nothing of mapped memory."""
+        tiles = self.binder.tiles(self.case.request)
+        found = [one.costs(tiles) for one in self.prepared[way] if isinstance(one, ScatteredPrepared)]
+        return sum(min(one.values()) for one in found)
+
     def _load(self, way: str) -> float:
         transport, start = self.ends[way].transport, perf_counter()
         loading = self.binder.load(self.case.request)
         reads = [transport.read(prepared, loading.tiles) for prepared in self.prepared[way]]
         left = list(reads)
         while left := [read for read in left if transport.poll(read) is State.RUNNING]:
-            sleep(_REST_S)
+            sleep(self.rest_s)
         seconds = perf_counter() - start
         for read in reads:
             if read.error:
@@ -217,51 +269,22 @@ class _Cell:
             raise BenchError(f"{self.scatter.name}, {way}: {moved:,} bytes moved of {loading.bytes:,}")
         for read in reads:
             while not transport.release(read):
-                sleep(_REST_S)
+                sleep(self.rest_s)
         transport.notifications()
         return seconds
-
-    def _expected(self, sources: Mapping[int, Bytes]) -> Bytes:
-        """The consumer's memory after the load, from the runs of the plan, with nothing of what is measured."""
-        want = np.zeros(size_of(self.case.consumers[0]), np.uint8)
-        first = self.plan.consumer.regions[0].address
-        for (index, level), tiles in self.binder.tiles(self.case.request).items():
-            edge = self.plan.edges[index]
-            there = self.plan.sources[edge.source].regions
-            source = sources[self.ranks[edge.source]]
-            for run in edge.grains[level].runs:
-                theirs = there[run.src_region].address - there[0].address + run.src_offset
-                ours = self.plan.consumer.regions[run.dst_region].address - first + run.dst_offset
-                src = theirs + _places(self.plan, run.src_lane, tiles, 0)
-                dst = ours + _places(self.plan, run.dst_lane, tiles, 1)
-                for count, there_step, here_step in run.repeats:
-                    src = (src[:, None] + np.arange(count) * there_step).reshape(-1)
-                    dst = (dst[:, None] + np.arange(count) * here_step).reshape(-1)
-                within = np.arange(run.length)
-                step = max(1, _AT_ONCE // run.length)
-                for at in range(0, len(src), step):
-                    few = slice(at, at + step)
-                    want[dst[few, None] + within] = source[src[few, None] + within]
-        return want
-
-
-def _places(plan: Plan, lane: int, tiles: Tiles, side: int) -> Ints:
-    """Where tiles lie, digit by digit."""
-    block, rest = (tiles.dst_block, tiles.dst_tile) if side else (tiles.src_block, tiles.src_tile)
-    found: Ints = block.astype(np.int64) * plan.lanes[lane].block_stride
-    for count, stride in reversed(plan.lanes[lane].digits):
-        found = found + rest % count * stride
-        rest = rest // count
-    return found
 
 
 def verdict(found: Sequence[Cell]) -> str:
     """How good the automatic choice was."""
-    within = sum(cell.regret <= WITHIN for cell in found)
-    worst = max(found, key=lambda cell: cell.regret)
+    judged = [cell for cell in found if cell.chosen]
+    longer = f"; {len(found) - len(judged)} would take too long" if len(judged) < len(found) else ""
+    if not judged:
+        return "nothing was chosen: every cell would take too long"
+    within = sum(cell.regret <= WITHIN for cell in judged)
+    worst = max(judged, key=lambda cell: cell.regret)
     return (
-        f"the choice is within {WITHIN:g} × of the best in {within} of {len(found)} cells; "
-        f"at worst {worst.regret:.2f} × ({worst.scatter}, {length_of(worst)}: {worst.chosen})"
+        f"the choice is within {WITHIN:g} × of the best in {within} of {len(judged)} cells; "
+        f"at worst {worst.regret:.2f} × ({worst.scatter}, {length_of(worst)}: {worst.chosen}){longer}"
     )
 
 
@@ -274,10 +297,10 @@ def line(cell: Cell) -> str:
         f"{way} {1000 * seconds:.2f} ms" + (f" (foretold {1000 * cell.foretold[way]:.2f})" if way in cell.foretold else "")
         for way, seconds in cell.seconds.items()
     )
+    chosen = f"chosen {cell.chosen} {1000 * cell.chosen_seconds:.2f} ms ({cell.regret:.2f})" if cell.chosen else "none chosen"
     return (
         f"{cell.scatter}, {length_of(cell)}, {cell.bytes / 1e6:.1f} MB in {cell.runs:,} runs: {times}; memcpy "
-        f"{1000 * cell.memcpy_seconds:.2f} ms; chosen {cell.chosen} {1000 * cell.chosen_seconds:.2f} ms ({cell.regret:.2f}); "
-        f"{'right' if cell.right else 'WRONG'}"
+        f"{1000 * cell.memcpy_seconds:.2f} ms; {chosen}; {'right' if cell.right else 'WRONG'}"
     )
 
 

@@ -15,19 +15,19 @@ from time import perf_counter
 from typing import Final
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from kvferry.bench.agents import Agent, OneDescriptor, StockLists, load_nixl
 from kvferry.bench.bind import stock_of
 from kvferry.bench.case import BLOCK, Case, MemoryKind, Order, placed, size_of
+from kvferry.bench.comparing import compared
 from kvferry.bench.machine import Record, available_bytes, this_machine
 from kvferry.bench.measure import REPEATS, Action, Tick, measured, silent
-from kvferry.bench.memory import Bytes, Memory, allocate, device_name, pattern
+from kvferry.bench.memory import allocate, device_name
 from kvferry.bench.producer import Ready, producer
 from kvferry.bench.stock import Stock
 from kvferry.errors import BenchError, KVFerryError
-from kvferry.plan import Binder, Binding, Plan
+from kvferry.plan import Binder, Plan
 from kvferry.transport.contract import Prepared, State
 from kvferry.transport.nixl import NixlOptions, NixlTransport
 
@@ -131,7 +131,6 @@ class _Consumer:
         consumer = placed(case.consumers[0], self.memory.storage.address, memory)
         self.plan: Plan = case.plan(producers, consumer)
         self.binder = Binder(self.plan)
-        self.binding: Binding = self.binder.bind(case.request)
         self.transport = NixlTransport("decode", NixlOptions(progress_thread=False))
         self.transport.register([self.memory.storage])
         self.agent = Agent("stock-decode")
@@ -150,7 +149,6 @@ class _Consumer:
             self.stock = StockLists(self.agent, self.model, [names[rank] for rank in ranks], memory)
         there = replace(self.spare.storage, address=ready.wire, length=wire)
         self.one = OneDescriptor(self.agent, names[0], self.spare.storage, there, wire)
-        self.sources: dict[int, Bytes] = {rank: pattern(rank, size_of(case.producers[rank])) for rank in ranks}
         self.runs = 0
         self.posting = 0.0
 
@@ -197,10 +195,10 @@ class _Consumer:
         return seconds
 
     def _checked(self, action: Action) -> bool:
-        """Whether every byte that the binding copies is right after an action on cleared memory."""
+        """Whether every byte that the plan copies is right after an action on cleared memory."""
         self.memory.clear()
         action()
-        return same_bytes(self.plan, self.binding, self.sources, self.memory)
+        return not compared(self.plan, self.binder.tiles(self.case.request), self.memory).wrong
 
     def close(self) -> None:
         self.one.drop()
@@ -208,20 +206,6 @@ class _Consumer:
             self.stock.drop()
         self.transport.close()
         self.agent.close()
-
-
-def same_bytes(plan: Plan, binding: Binding, sources: dict[int, Bytes], memory: Memory) -> bool:
-    found = memory.read()
-    bases = [r.address - memory.storage.address for r in plan.consumer.regions]
-    for side, copies in zip(plan.sources, binding.copies, strict=True):
-        source = sources[side.identity.rank.ordinal]
-        first = side.regions[0].address
-        starts = np.array([r.address - first for r in side.regions])[copies.src_region] + copies.src_offset
-        stops = np.array(bases)[copies.dst_region] + copies.dst_offset
-        for at, to, length in zip(starts.tolist(), stops.tolist(), copies.length.tolist(), strict=True):
-            if not np.array_equal(found[to : to + length], source[at : at + length]):
-                return False
-    return True
 
 
 def main() -> None:

@@ -60,7 +60,15 @@ def strategies_command(
         record = Record("strategies", this_machine(device_name(kind)), repeats, found)
     columns = list(dict.fromkeys(way for cell in found for way in cell.seconds))
     if plot is not None:
-        rows = [heat.Row(f"{cell.scatter}, {strategies.length_of(cell)}", cell.seconds, cell.chosen) for cell in found]
+        rows = [
+            heat.Row(
+                f"{cell.scatter}, {strategies.length_of(cell)}",
+                cell.seconds,
+                cell.chosen,
+                {way: _missing(cell, way) for way in columns},
+            )
+            for cell in found
+        ]
         try:
             plot.write_text(heat.svg(f"Scattered bytes by strategy, {found[0].memory}", columns, rows), encoding="utf-8")
         except OSError as error:
@@ -120,13 +128,18 @@ def _table(found: list[Cell], columns: list[str]) -> Table:
             f"{cell.scatter}, {strategies.length_of(cell)}",
             f"{cell.bytes / 1e6:,.1f}",
             f"{cell.runs:,}",
-            *(f"{1000 * cell.seconds[way]:,.2f}" if way in cell.seconds else "too long" for way in columns),
+            *(f"{1000 * cell.seconds[way]:,.2f}" if way in cell.seconds else _missing(cell, way) for way in columns),
             f"{1000 * cell.memcpy_seconds:,.2f}",
-            cell.chosen,
-            f"{cell.regret:.2f}",
+            cell.chosen or "too long",
+            f"{cell.regret:.2f}" if cell.chosen else "",
             "right" if cell.right else "WRONG",
         )
     return table
+
+
+def _missing(cell: Cell, way: str) -> str:
+    """Stock has nothing to show for what it refuses."""
+    return "" if way == strategies.STOCK and cell.stock_remark != "too long" else "too long"
 
 
 def _read(path: Path) -> list[Cell]:
