@@ -137,11 +137,14 @@ class Marks:
 
         return timing
 
-    def begin(self, *, after_waiting: bool) -> None:
-        """Requests were taken in. A step begins where the last ended, unless there was nothing to do in between."""
+    def enter(self) -> None:
+        """This thread is the engine's: the one that takes requests in."""
         if self._thread != get_ident():
             self._thread = get_ident()
-            after_waiting = True
+            self._began, self._ran_before = perf_counter(), thread_time()
+
+    def begin(self, *, after_waiting: bool) -> None:
+        """Requests were taken in. A step begins where the last ended, unless there was nothing to do in between."""
         if after_waiting:
             self._began, self._ran_before = perf_counter() - self._inner[0], thread_time() - self._inner[1]
 
@@ -234,6 +237,7 @@ def _trace_loop(core: Any, marks: Marks) -> None:
     def take() -> None:
         nonlocal waits
         waits = False
+        marks.enter()
         taking()
         marks.begin(after_waiting=waits)
 
