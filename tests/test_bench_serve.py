@@ -8,12 +8,16 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ET
+from concurrent.futures import Future
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +26,7 @@ from typer.testing import CliRunner
 
 from kvferry.bench.machine import Machine
 from kvferry.bench.plot import svg
-from kvferry.bench.serve import client, report, result, scatter, stats
+from kvferry.bench.serve import client, report, result, scatter, stats, trace
 from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, STOCK_STATES, chosen, defined, turns
 from kvferry.bench.serve.client import Prompt
 from kvferry.bench.serve.engine import Engine, Place
@@ -30,11 +34,15 @@ from kvferry.bench.serve.measure import Measuring, Side
 from kvferry.bench.serve.models import SHAPES, model
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.runner import Order, left
+from kvferry.bench.serve.stats import percentile
+from kvferry.bench.serve.trace import Span
 from kvferry.cli import app
 from kvferry.errors import BenchError
+from kvferry.fleet import steps
 from kvferry.fleet.connectors import OURS, STOCK
 from kvferry.fleet.device import Device, environment
 from kvferry.fleet.metrics import samples
+from kvferry.fleet.patches import SWITCH_SECONDS
 from kvferry.fleet.zygote import Start
 
 HOW_TO = Path(__file__).parents[1] / "docs" / "how-to.md"
@@ -446,6 +454,205 @@ def test_the_picture_is_well_formed_and_has_a_bar_for_every_ratio():
     assert {bar.baseline for bar in bars} == {"stock ÷ kvferry"}
     drawn = ET.fromstring(svg("title", bars))
     assert len([it for it in drawn.iter() if it.text and it.text.endswith("(eager)")]) == len(bars)
+
+
+# Where steps spend their time
+
+
+def recorded(*found: dict[str, float]) -> np.ndarray:
+    return np.array([[it.get(name, 0.0) for name in steps.COLUMNS] for it in found])
+
+
+def test_steps_belong_to_what_went_on_while_some_part_of_them_ran():
+    spans = [Span("idle", 10.0, 11.0), Span("loads", 11.0, 12.0), Span("loads", 20.0, 21.0)]
+    marks = recorded(*({"at": at, "step": 0.2} for at in (9.7, 9.9, 10.9, 11.5, 13.0, 19.9, 21.0)))
+    idle, loads = trace.traced("D", marks, spans)
+    assert (idle.during, idle.slowest["at"]) == ("idle", [-100.0, 900.0])
+    assert (loads.during, loads.slowest["at"]) == ("loads", [900.0, 1500.0, 9900.0])
+    assert trace.traced("D", marks[:0], spans) == []
+
+
+def test_parts_and_the_rest_sum_to_the_step_and_waiting_is_not_being_kept_from_running():
+    mark = {"at": 1.0, "step": 0.010, "off": 0.006, "schedule": 0.002, "wait": 0.004, "wait off": 0.004, "loads begun": 3}
+    (found,) = trace.traced("D", recorded(mark), [Span("loads", 0.0, 2.0)])
+    assert found.sums == {"step": 10.0, "schedule": 2.0, "wait": 4.0, "wait off": 4.0, "loads begun": 3.0, "other": 4.0} | {
+        "not running": 2.0
+    }
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.integers(1, 60), st.floats(0.01, 1.0))
+def test_of_steps_that_are_too_many_the_slowest_are_kept_and_shares_are_exact_or_not_told(took, most, share):
+    marks = recorded(*({"at": i, "step": ms / 1000} for i, ms in enumerate(took)))
+    (found,) = trace.traced("D", marks, [Span("loads", -1.0, 1e9)], most)
+    assert found.steps == len(took)
+    assert sorted(found.slowest["step"]) == sorted(took)[-most:]
+    assert trace.share(found, share) in (None, percentile(took, share))
+    assert trace.share(found, 1.0) == max(took)
+    assert len(took) > most or trace.share(found, share) is not None
+
+
+def a_traced_record() -> Record:
+    record = a_record()
+    for run in record.runs:
+        for row in run.rows:
+            if row.name == "at-once":
+                marks = recorded(
+                    {"at": 0.1, "step": 0.004, "launch": 0.003, "loads begun": 1},
+                    {"at": 0.2, "step": 0.040 + 0.001 * run.start, "schedule": 0.030, "loads begun": 3, "loads ended": 2},
+                )
+                row.traces += trace.traced("D", marks, [Span("loads", 0.0, 1.0)])
+                row.traces += trace.traced("P", marks, [Span("loads", 0.0, 1.0)])
+    return record
+
+
+def test_the_slowest_step_of_all_starts_is_split():
+    found = [it for it in report.summary(a_traced_record()).steps if it.arm == "stock"]
+    assert [(it.title, it.shown) for it in found] == [("at-once 257, D, loads", True), ("at-once 257, P, loads", False)]
+    assert (found[0].steps, found[0].p50, found[0].p99) == (6, 4.0, 41.0)
+    assert (found[0].worst["step"], found[0].worst["schedule"], found[0].worst["launch"]) == (42.0, 30.0, 0.0)
+    assert found[0].mean["schedule"] == 15.0
+    assert (found[0].counts["loads begun"], found[0].worst_counts["loads begun"]) == (12, 3)
+
+
+def test_traces_are_shown_from_a_file_where_there_are_some(tmp_path):
+    path = tmp_path / "serve.json"
+    result.write(path, a_traced_record())
+    text = shown_by("--starts", "0", "--add", str(path), "--trace")
+    assert "stock, eager: where steps spend their time" in text
+    assert re.search(r"schedule +│ +15.00 │ +30.00", text)
+    assert "where steps spend" not in shown_by("--starts", "0", "--add", str(path))
+    result.write(path, a_record())
+    assert "No steps were recorded" in shown_by("--starts", "0", "--add", str(path), "--trace")
+
+
+class Clocks:
+    """Seconds that passed, and those in which the thread ran. They pass only where a test says so."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.ran = 100.0, 7.0
+        monkeypatch.setattr(steps, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(steps, "thread_time", lambda: self.ran)
+
+    def takes(self, seconds, off=0.0, answer=None):
+        def call(*args, **kwargs):
+            self.now += seconds
+            self.ran += seconds - off
+            return answer
+
+        return call
+
+
+class FakeEngine:
+    """Calls what vLLM calls, in its order."""
+
+    def __init__(self, clocks):
+        self.clocks = clocks
+        self.worker = SimpleNamespace(**{name: clocks.takes(0) for name in (*steps.BEGINNING, *steps.SETTLING)})
+        self.worker.bind_connector_metadata = clocks.takes(4)
+        self.worker.get_transfer_results = clocks.takes(5)
+        connector = SimpleNamespace(**{name: clocks.takes(0) for name in steps.SCHEDULERS})
+        connector.on_new_request = clocks.takes(1)
+        connector.get_num_new_matched_tokens = clocks.takes(2, answer=(7, False))
+        connector.update_state_after_alloc = clocks.takes(3)
+        self.scheduler = SimpleNamespace(
+            connector=connector, schedule=self._schedule, update_from_output=self._update, get_request_counts=lambda: (2, 5)
+        )
+        self.model_executor = SimpleNamespace(execute_model=self._execute, sample_tokens=clocks.takes(0))
+
+    def has_work(self):
+        return False
+
+    def loop(self):
+        self._process_input_queue()
+        self._process_engine_step()
+
+    def _process_input_queue(self):
+        self.has_work()
+        self.clocks.takes(1000, off=1000)()
+        self._handle_client_request()
+
+    def _handle_client_request(self):
+        self.scheduler.connector.on_new_request("request")
+        self.clocks.takes(0.5)()
+
+    def _process_engine_step(self):
+        self.step_fn()
+        self.clocks.takes(0.25)()
+        return True
+
+    def step_fn(self):
+        self.scheduler.schedule()
+        self.model_executor.execute_model().result()
+        self.clocks.takes(0.125)()
+        self.scheduler.update_from_output(SimpleNamespace(finished_recving={"a", "b"}))
+
+    def _schedule(self):
+        self.scheduler.connector.get_num_new_matched_tokens("request", 0)
+        self.scheduler.connector.update_state_after_alloc("request", None, 7)
+        self.clocks.takes(8, off=6)()
+        return SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1}, scheduled_new_reqs=["b"], total_num_scheduled_tokens=2)
+
+    def _update(self, output):
+        self.scheduler.connector.update_connector_output(output)
+        self.clocks.takes(16)()
+
+    def _execute(self):
+        self.worker.bind_connector_metadata(None)
+        self.clocks.takes(32)()
+        self.worker.get_transfer_results(set())
+        clocks = self.clocks
+
+        class Output(Future):
+            def result(self, timeout=None):
+                clocks.takes(64, off=60)()
+
+        return Output()
+
+
+def test_an_engine_records_what_each_part_of_a_step_took_itself(tmp_path, monkeypatch):
+    reader = steps.Steps(tmp_path / "steps", kept=4)
+    engine = FakeEngine(Clocks(monkeypatch))
+    steps.trace(engine, engine.worker, steps.Marks(reader.path))
+    for _ in range(3):
+        engine.loop()
+    found = [dict(zip(steps.COLUMNS, row.tolist(), strict=True)) for row in reader.since()]
+    assert [it.pop("at") for it in found] == pytest.approx([1100.0, 1100.0 + 1135.875, 1100.0 + 2 * 1135.875])
+    expected = {
+        "step": 135.875,
+        "off": 66.0,
+        "intake": 0.5,
+        "schedule": 8.0,
+        "connector": 6.0,
+        "begin loads": 4.0,
+        "settle": 5.0,
+    }
+    expected |= {"launch": 32.0, "wait": 64.0, "update": 16.0, "hand out": 0.25, "schedule off": 6.0, "wait off": 60.0}
+    expected |= {"running": 2, "new": 1, "tokens": 2, "waiting": 5, "loads begun": 1, "loads ended": 3}
+    assert [{name: value for name, value in it.items() if value} for it in found] == [expected] * 3
+    assert len(reader.since()) == 0
+    for _ in range(6):
+        engine.loop()
+    assert (len(reader.since()), reader.lost) == (4, 2)
+
+
+def test_what_other_threads_call_is_no_part_of_a_step(tmp_path, monkeypatch):
+    reader = steps.Steps(tmp_path / "steps")
+    engine = FakeEngine(Clocks(monkeypatch))
+    steps.trace(engine, engine.worker, steps.Marks(reader.path))
+    engine.loop()
+    other = threading.Thread(target=engine.worker.bind_connector_metadata)
+    other.start()
+    other.join()
+    engine.loop()
+    assert reader.since()[:, steps.COLUMNS.index("begin loads")].tolist() == [4.0, 4.0]
+
+
+def test_an_arm_may_say_how_long_threads_keep_the_lock():
+    arm = defined('quick={"like": "kvferry-64", "switch_s": 0.0005}')
+    assert float(arm.environment[SWITCH_SECONDS]) == 0.0005
+    assert SWITCH_SECONDS not in defined('usual={"like": "kvferry-64"}').environment
+    with pytest.raises(BenchError, match="switch_s 0: give seconds"):
+        defined('never={"like": "kvferry-64", "switch_s": 0}')
 
 
 # The command

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench.serve.result import Record, read
+from kvferry.fleet.steps import OTHER, PARTS
 
 pytestmark = pytest.mark.vllm
 
@@ -36,7 +37,7 @@ def bench(out: Path, *words: str) -> Record:
 
 def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_alike(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
-    record = bench(out, "--arms", "none,kvferry")
+    record = bench(out, "--arms", "none,kvferry", "--trace")
     floor, ferried = record.runs
     assert [run.arm for run in record.runs] == ["none", "kvferry"]
     for run in record.runs:
@@ -57,6 +58,13 @@ def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_ali
             assert row.scatter >= 0.9 or row.order == "consecutive"
             assert len(row.samples["in the engine"]) == len(row.requests)
             assert all(first > 0 for first in row.samples["in the engine"])
+    for run in record.runs:
+        (row,) = [row for row in run.rows if row.name == "at-once"]
+        (loads,) = [it for it in row.traces if (it.side, it.during) == ("D", "loads")]
+        assert loads.sums.get("loads begun", 0) == loads.sums.get("loads ended", 0) == (4 if run is ferried else 0)
+        assert loads.sums["new"] == 4
+        assert all(loads.sums[part] > 0 for part in ("intake", "schedule", "launch", "update"))
+        assert sum(loads.sums.get(part, 0) for part in (*PARTS, OTHER)) == pytest.approx(loads.sums["step"], abs=0.1)
     (fresh,) = [row for row in ferried.rows if (row.name, row.order) == ("alone", "consecutive")]
     assert fresh.runs < fresh.blocks / 2
     assert all(row.moved_bytes == row.from_peer == 0 for row in floor.rows)

@@ -29,6 +29,7 @@ from kvferry.bench.serve.models import SHAPES
 from kvferry.bench.serve.models import model as found_model
 from kvferry.bench.serve.result import Record, Run, Settings, merged, read, refuse_unlike, write
 from kvferry.bench.serve.runner import Order, Watcher, check, left, run
+from kvferry.bench.serve.trace import table
 from kvferry.cli.output import show, show_json
 from kvferry.errors import BenchError
 from kvferry.fleet.device import Device, device_name, found_device
@@ -58,7 +59,9 @@ def serve_command(
     arms: Annotated[str, typer.Option(help=f"Separated by commas: {', '.join(ARMS)}, or what --define defines.")] = (
         "none,stock,kvferry"
     ),
-    define: Annotated[list[str] | None, typer.Option(help='NAME={"like": ARM, "settings": {...}, "block": 64, ...}')] = None,
+    define: Annotated[
+        list[str] | None, typer.Option(help='NAME={"like": ARM, "settings": {...}, "switch_s": 0.001, ...}')
+    ] = None,
     modes: Annotated[str, typer.Option(help="eager, graphs (CUDA graphs for decoding) or both, separated by a comma.")] = EAGER,
     starts: Annotated[int, typer.Option(help="How often every arm is started; arms take turns.")] = 1,
     lengths: Annotated[str, typer.Option(help="Prompt lengths handed over alone.")] = "",
@@ -86,6 +89,9 @@ def serve_command(
     out: Annotated[Path | None, typer.Option(help="Keep results here after every row; starts it holds are not run.")] = None,
     add: Annotated[list[Path] | None, typer.Option(help="Show the runs of this file too; may be repeated.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep the engines' logs in this folder.")] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Record where steps of the engines spend their time; show it.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw how many times faster than stock, as an SVG file.")] = None,
 ) -> None:
@@ -132,6 +138,7 @@ def serve_command(
             tuple(it.strip() for it in only.split(",")) if only else ROWS,
             tuple(engine_flag or ()),
             budget_s,
+            trace=trace,
         )
         others = [read(path) for path in add or []]
         record = _record(out, settings, where)
@@ -141,7 +148,7 @@ def serve_command(
     finally:
         if logs is None:
             shutil.rmtree(folder, ignore_errors=True)
-    _show(report.summary(merged([*([record] if record.runs or not others else []), *others])), as_json, plot)
+    _show(report.summary(merged([*([record] if record.runs or not others else []), *others])), as_json, plot, trace)
     if any(it.error for it in record.runs):
         raise typer.Exit(1)
 
@@ -188,7 +195,7 @@ def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[Run
         yield told, finished
 
 
-def _show(found: report.Summary, as_json: bool, plot: Path | None) -> None:
+def _show(found: report.Summary, as_json: bool, plot: Path | None, trace: bool) -> None:
     if plot is not None:
         try:
             plot.write_text(svg("kvferry bench serve: times faster than vLLM's own connector", report.bars(found)), "utf-8")
@@ -206,7 +213,23 @@ def _show(found: report.Summary, as_json: bool, plot: Path | None) -> None:
         for row in rows:
             shown.add_row(*row)
         items.append(shown)
+    items += _steps(found) if trace else []
     show([*items, *(Text(it) for it in report.remarks(found)), Text(page.described(found.machine))])
+
+
+def _steps(found: report.Summary) -> list[RenderableType]:
+    if not found.steps:
+        return [Text("No steps were recorded: run what is to be looked at with --trace.")]
+    items: list[RenderableType] = []
+    for arm, mode in dict.fromkeys((it.arm, it.mode) for it in found.steps):
+        head, rows = table([it for it in found.steps if (it.arm, it.mode, it.shown) == (arm, mode, True)])
+        shown = Table(title=f"{arm}, {mode}: where steps spend their time; parts are means, counts are of all steps")
+        for i, name in enumerate(head):
+            shown.add_column(name, justify="right" if i else "left", no_wrap=not i)
+        for row in rows:
+            shown.add_row(*row)
+        items.append(shown)
+    return items
 
 
 def _lengths(text: str) -> tuple[int, ...]:

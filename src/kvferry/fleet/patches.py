@@ -8,6 +8,7 @@ import importlib
 import math
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -15,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvferry.fleet import blocks, namespaces, one_gpu, spoiled
+from kvferry.fleet import blocks, namespaces, one_gpu, spoiled, steps
 from kvferry.fleet.device import Device
 
 NAP_SECONDS = 0.0001
@@ -29,6 +30,9 @@ WIDE_WEIGHTS = "FLEET_WIDE_WEIGHTS"
 
 LAST_TOKEN_APART = "FLEET_LAST_TOKEN_APART"
 """The variable that has an engine compute a prompt in the steps of a pair: all tokens but the last, and then that one."""
+
+SWITCH_SECONDS = "FLEET_SWITCH_SECONDS"
+"""The variable that says how long a thread of the engine's process keeps Python's lock while others want it."""
 
 FIRST_TUNING = "VLLM_TRITON_FORCE_FIRST_CONFIG"
 """vLLM's own variable, which it reads when it is imported: forked servers would be too late. Kernels are not timed to choose
@@ -62,6 +66,9 @@ def apply_ordered() -> None:
     if os.environ.get(namespaces.VARIABLE):
         namespaces.enter(int(os.environ[namespaces.VARIABLE]))
     blocks.open_where_asked()
+    steps.trace_where_asked()
+    if os.environ.get(SWITCH_SECONDS):
+        _switch_threads_after(float(os.environ[SWITCH_SECONDS]))
     if os.environ.get(STOCK_AGENT):
         _take_the_agent_of_stock()
     if os.environ.get(WIDE_WEIGHTS):
@@ -74,6 +81,19 @@ def apply_ordered() -> None:
         one_gpu.share()
     if os.environ.get(spoiled.VARIABLE):
         spoiled.where_marked()
+
+
+def _switch_threads_after(seconds: float) -> None:
+    """In the engine's own process alone; the API server beside it keeps Python's interval."""
+    from vllm.v1.engine.core import EngineCore
+
+    beginning = EngineCore.__init__
+
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        sys.setswitchinterval(seconds)
+        beginning(self, *args, **kwargs)
+
+    EngineCore.__init__ = begin
 
 
 def _compute_last_tokens_apart() -> None:

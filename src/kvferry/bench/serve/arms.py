@@ -12,11 +12,14 @@ from msgspec import Struct
 
 from kvferry.errors import BenchError
 from kvferry.fleet.connectors import OURS, STOCK, Connector
-from kvferry.fleet.patches import STOCK_AGENT
+from kvferry.fleet.patches import STOCK_AGENT, SWITCH_SECONDS
 
 DIRECT_ALONE: Final[Mapping[str, Any]] = {"strategies": ["direct"]}
 """Our connector's settings with which it reads over NIXL alone."""
 STOCK_AGENT_SETTINGS: Final[Mapping[str, Any]] = {"progress_thread": True, "backend_parameters": {"num_threads": "4"}}
+
+LEAST_SWITCH_S: Final = 1e-6
+"""Python counts in microseconds."""
 
 STOCK_STATES: Final[Mapping[str, str]] = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 """Without it vLLM's own connector does not start with a model that has convolution states."""
@@ -61,10 +64,12 @@ class _Definition(Struct, frozen=True, forbid_unknown_fields=True):
     block: int = 0
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = msgspec.field(default_factory=dict)
+    switch_s: float | None = None
 
 
 def defined(text: str, known: Mapping[str, Arm] = ARMS) -> Arm:
-    """An arm from NAME={"like": ARM, ...}: a known one with other settings, blocks, flags or environment."""
+    """An arm from NAME={"like": ARM, ...}: a known one with other settings, blocks, flags or environment; or in whose
+    engines a thread keeps Python's lock from others for `switch_s`."""
     name, equals, definition = text.partition("=")
     if not name or not equals:
         raise BenchError(f'{text}: define an arm as NAME={{"like": "kvferry", "settings": {{...}}}}')
@@ -79,6 +84,11 @@ def defined(text: str, known: Mapping[str, Arm] = ARMS) -> Arm:
     if connector is not None:
         connector = replace(connector, settings={**connector.settings, **found.settings})
     environment = {**model.environment, **found.environment}
+    if found.switch_s is not None:
+        if not LEAST_SWITCH_S <= found.switch_s <= 1:
+            told = f"give seconds from {LEAST_SWITCH_S:f} to 1; Python's own interval is 0.005"
+            raise BenchError(f"the definition of the arm {name}: switch_s {found.switch_s:g}: {told}")
+        environment[SWITCH_SECONDS] = str(found.switch_s)
     return Arm(name, connector, found.block or model.block, (*model.flags, *found.flags), environment)
 
 

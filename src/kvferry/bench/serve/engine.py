@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvferry.bench.serve.arms import Arm
 from kvferry.bench.serve.models import Model
-from kvferry.fleet import blocks
+from kvferry.fleet import blocks, steps
 from kvferry.fleet.connectors import OURS, Connector
 from kvferry.fleet.device import Device
 from kvferry.fleet.patches import WIDE_WEIGHTS
@@ -41,7 +41,7 @@ class Place:
 @dataclass(frozen=True)
 class Engine:
     """`role`: P or D. `window`: where its block pool is looked into. `listen`: where P of our connector listens, and D looks
-    for it at its start, as everybody would have it who knows where P is."""
+    for it at its start, as everybody would have it who knows where P is. `trace`: the file that its steps are recorded in."""
 
     model: Model
     arm: Arm
@@ -56,6 +56,7 @@ class Engine:
     flags: tuple[str, ...] = ()
     listen: str = ""
     place: Place = field(default_factory=Place)
+    trace: Path | None = None
 
     @property
     def name(self) -> str:
@@ -106,6 +107,8 @@ class Engine:
 
     def variables(self, side_port: int) -> dict[str, str]:
         out = {blocks.VARIABLE: str(self.window), **self.place.environment, **self.arm.environment}
+        if self.trace is not None:
+            out[steps.VARIABLE] = str(self.trace)
         if not self.model.weights:
             out[WIDE_WEIGHTS] = "1"
         if self.arm.connector and self.arm.connector.side_port:

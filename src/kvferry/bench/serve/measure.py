@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Final
 
@@ -23,10 +23,12 @@ from kvferry.bench.serve import client, stats
 from kvferry.bench.serve.client import Prompt, Streamed, UnansweredError, body
 from kvferry.bench.serve.result import Row, Run, Settings
 from kvferry.bench.serve.scatter import FEW, SCATTERED, Scatter, scatter, scattered
+from kvferry.bench.serve.trace import IDLE, LOADS, PREFILLS, Span, traced
 from kvferry.fleet.blocks import Held, Pool, Window
 from kvferry.fleet.legs import TO_PREFILL
 from kvferry.fleet.metrics import Counters, counters
 from kvferry.fleet.server import Server
+from kvferry.fleet.steps import Steps
 
 CONSECUTIVE: Final = "consecutive"
 SHUFFLED: Final = "scattered"
@@ -63,10 +65,11 @@ Told = Callable[[str], None]
 
 @dataclass
 class Side:
-    """A server, its block pool, and the blocks of requests that it has let go."""
+    """A server, its block pool, and the blocks of requests that it has let go. `trace`: its steps, where they are recorded."""
 
     server: Server
     window: Window
+    trace: Steps | None = None
     held: dict[str, Held] = field(default_factory=dict)
     steps: list[tuple[float, int]] = field(default_factory=list)
     block_tokens: tuple[int, ...] = ()
@@ -113,6 +116,7 @@ class Measuring:
         self._told, self._save = told, save
         self._nudges = 0
         self._orders: dict[str, str] = {}
+        self._spans: list[Span] = []
 
     async def all(self) -> None:
         """What was measured before something failed is judged too, where the engines still answer."""
@@ -226,7 +230,9 @@ class Measuring:
             for turn in range(settings.rounds):
                 names = [self._name(AT_ONCE, SHUFFLED, tokens, turn, i) for i in range(len(prompts))]
                 row.requests += names
+                began = perf_counter()
                 params = await self._prefill_all(list(zip(names, prompts, strict=True)))
+                self._spans.append(Span(PREFILLS, began, perf_counter()))
                 if turn:
                     await self._forget()
                 wanted = [
@@ -240,6 +246,7 @@ class Measuring:
                     begun = perf_counter()
                     found = await client.stream_all(self._consumer.address, wanted)
                     begin, end = min(it.sent for it in found), max(it.marks[0] for it in found)
+                    self._spans += [Span(IDLE, idle, begun), Span(LOADS, begin, end)]
                     row.samples["ttft"] += [_ms(it.first) for it in found]
                     row.samples["itl"] += [_ms(gap) for it in found for gap in stats.gaps(it.marks)]
                     decode.samples["seconds"].append(round(end - begin, 4))
@@ -415,8 +422,12 @@ class Measuring:
     async def _hand(self, row: Row, prompt: Prompt, turn: int) -> Streamed:
         name = self._name(row.name, row.order, row.tokens, turn, prompt.key)
         row.requests.append(name)
+        began = perf_counter()
         params = await self._prefill_one(name, prompt)
-        return await client.stream(self._consumer.address, name, body(prompt, 2, stream=True, params=params))
+        self._spans.append(Span(PREFILLS, began, perf_counter()))
+        found = await client.stream(self._consumer.address, name, body(prompt, 2, stream=True, params=params))
+        self._spans.append(Span(LOADS, found.sent, found.marks[0]))
+        return found
 
     async def _prefill_one(self, name: str, prompt: Prompt) -> Mapping[str, Any] | None:
         given = None if self._alone else TO_PREFILL
@@ -489,15 +500,23 @@ class Measuring:
     async def _counting(self, row: Row) -> AsyncIterator[None]:
         """What D counts meanwhile is the row's."""
         before, earlier = await asyncio.to_thread(counters, self._consumer.server), len(row.requests)
+        self._spans, whole = [], Span(row.name, perf_counter(), float("inf"))
         try:
             yield
         except UnansweredError as error:
             row.void = str(error)
             raise
         finally:
+            self._trace(row, self._spans or [replace(whole, end=perf_counter())])
             if not row.void:
                 await self._count(row, before, len(row.requests) - earlier)
             self._save()
+
+    def _trace(self, row: Row, spans: Sequence[Span]) -> None:
+        """The steps of the time in which the row was measured are its own; an engine that was killed has left its too."""
+        for name, side in (("D", self._consumer), *((("P", self._producer),) if not self._alone else ())):
+            if side.trace is not None:
+                row.traces += traced(name, side.trace.since(), spans)
 
     async def _count(self, row: Row, before: Counters, requests: int) -> None:
         await self._nudge(self._consumer)

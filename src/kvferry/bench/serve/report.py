@@ -14,6 +14,7 @@ from kvferry.bench.plot import Bar
 from kvferry.bench.serve.measure import ALONE, AT_ONCE, CONSECUTIVE, DECODE, FIRST, PREFILL, RATE, SHUFFLED
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.stats import percentile
+from kvferry.bench.serve.trace import Steps, steps
 from kvferry.fleet.connectors import OURS, STOCK, Connector
 
 FLOOR: Final = ("none", "none-64")
@@ -133,6 +134,7 @@ class Summary(Struct, frozen=True):
     scatter: dict[str, float]
     moved: dict[str, dict[str, int]]
     phases: dict[str, dict[str, float]]
+    steps: list[Steps]
     void: list[str]
     errors: list[str]
 
@@ -151,9 +153,15 @@ def summary(record: Record) -> Summary:
         _least_scatter(record.runs),
         _moved(record.runs),
         _phases(record.runs),
+        steps(record.runs, _traced_rows(record.settings)),
         _void(record.runs),
         [f"{_named(run)}: {run.error}" for run in record.runs if run.error],
     )
+
+
+def _traced_rows(settings: Settings) -> list[tuple[str, str, int]]:
+    """Those whose steps are looked at: loads of scattered blocks, many at once and one at a time."""
+    return [(AT_ONCE, SHUFFLED, settings.at_once_length), *((ALONE, SHUFFLED, n) for n in settings.lengths)]
 
 
 def _void(runs: Sequence[Run]) -> list[str]:

@@ -42,10 +42,22 @@ class Settings(Struct, frozen=True):
     seed: int
 
 
+class Trace(Struct, frozen=True):
+    """Steps of the engine of one side while something went on. Milliseconds and counts, by column: `sums` over all `steps`, and
+    the `slowest` of them one by one, in the order of time; `at` is counted from the first thing measured. A column that is not
+    there is 0 throughout."""
+
+    side: str
+    during: str
+    steps: int
+    sums: dict[str, float]
+    slowest: dict[str, list[float]]
+
+
 class Row(Struct):
     """One thing measured. `order`: how the blocks lay. `samples`: times in milliseconds, rates per second. `blocks` and
     `runs` over all its requests, `scatter` of the one whose blocks lay closest. `foretold_bytes`: what plans said
-    would be moved. `void` says why it does not count."""
+    would be moved. `traces`: where steps spent their time, if that was asked for. `void` says why it does not count."""
 
     name: str
     order: str
@@ -63,6 +75,7 @@ class Row(Struct):
     runs: int = 0
     scatter: float = -1.0
     void: str = ""
+    traces: list[Trace] = msgspec.field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str, int]:

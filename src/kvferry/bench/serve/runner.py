@@ -7,7 +7,8 @@ import gc
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -23,18 +24,21 @@ from kvferry.errors import BenchError
 from kvferry.fleet.blocks import Window
 from kvferry.fleet.device import Device
 from kvferry.fleet.server import ServerError, free_port, servers
+from kvferry.fleet.steps import Steps
 from kvferry.fleet.zygote import Start, Zygote
 
 BATCHED_TOKENS: Final = 8192
 ROOM: Final = 256
 MOST: Final = 100_000
 ERROR_LINES: Final = 3
+MEMORY: Final = Path("/dev/shm")
+"""Files in which engines record their steps: elsewhere, writing them back to a disk could hold a step up."""
 
 
 @dataclass(frozen=True)
 class Order:
     """What to run. `budget_s`: no arm is started that would probably end later; 0 means no bound. `places`: where P and D are,
-    if not here."""
+    if not here. `trace`: the engines' steps are recorded."""
 
     model: Model
     arms: tuple[Arm, ...]
@@ -46,6 +50,8 @@ class Order:
     flags: tuple[str, ...] = ()
     budget_s: float = 0.0
     places: Mapping[str, Place] = field(default_factory=dict)
+
+    trace: bool = False
 
     def place(self, role: str) -> Place:
         return self.places.get(role, Place())
@@ -72,7 +78,11 @@ def run(order: Order, record: Record, logs: Path, watcher: Watcher) -> None:
         return
     began, longest = monotonic(), 0.0
     told(f"importing vLLM ({order.start.value})")
-    with Zygote(logs, order.device, order.start, order.model.imports) as zygote, tempfile.TemporaryDirectory() as sockets:
+    with ExitStack() as stack:
+        zygote = stack.enter_context(Zygote(logs, order.device, order.start, order.model.imports))
+        sockets = stack.enter_context(tempfile.TemporaryDirectory())
+        memory = MEMORY if MEMORY.is_dir() else None
+        traces = stack.enter_context(tempfile.TemporaryDirectory(dir=memory)) if order.trace else ""
         zygote.wait()
         told(f"vLLM imported after {monotonic() - began:.1f} s")
         if zygote.why_spawned:
@@ -82,7 +92,7 @@ def run(order: Order, record: Record, logs: Path, watcher: Watcher) -> None:
                 told(f"stopped before {arm.name} {mode} {start}: it would end after {order.budget_s:g} s")
                 return
             begun = monotonic()
-            watcher.finished(_one(order, record, zygote, Path(sockets), (start, mode, arm), watcher))
+            watcher.finished(_one(order, record, zygote, (Path(sockets), traces), (start, mode, arm), watcher))
             longest = max(longest, monotonic() - begun)
 
 
@@ -90,15 +100,20 @@ def _one(
     order: Order,
     record: Record,
     zygote: Zygote,
-    sockets: Path,
+    folders: tuple[Path, str],
     turn: tuple[int, str, Arm],
     watcher: Watcher,
 ) -> Run:
     settings, (start, mode, arm) = record.settings, turn
-    roles = ("P", "D")
+    roles, (sockets, traces) = ("P", "D"), folders
+    steps = {role: Steps(Path(traces) / f"{start}{mode}{arm.name}{role}") for role in (roles if traces else ())}
     listen = f"{order.place('P').host}:{free_port()}"
     engines = {
-        role: _engine(order, settings, arm, mode, role, sockets / f"{start}{mode}{arm.name}{role}", listen) for role in roles
+        role: replace(
+            _engine(order, settings, arm, mode, role, sockets / f"{start}{mode}{arm.name}{role}", listen),
+            trace=steps[role].path if traces else None,
+        )
+        for role in roles
     }
     hosts = {role: order.place(role).host for role in roles}
     configured = json.loads(arm.connector.flag()) if arm.connector else {}
@@ -113,7 +128,7 @@ def _one(
         began = monotonic()
         with servers(zygote, engines, hosts=hosts) as up:
             made.phases["start"] = round(monotonic() - began, 2)
-            sides = {role: Side(server, Window(engines[role].window)) for role, server in up.items()}
+            sides = {role: Side(server, Window(engines[role].window), steps.get(role)) for role, server in up.items()}
             if arm.alone:
                 sides["P"] = sides["D"]
 
