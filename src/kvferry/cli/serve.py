@@ -123,6 +123,7 @@ def serve_command(
             kv_cache_bytes=kv_cache_bytes or usual.kv_cache_bytes,
             prefix_caching=served.prefix_caching if prefix_caching is None else prefix_caching,
             seed=seed,
+            traced=trace,
         )
         known = dict(ARMS)
         for text in define or []:
@@ -138,7 +139,6 @@ def serve_command(
             tuple(it.strip() for it in only.split(",")) if only else ROWS,
             tuple(engine_flag or ()),
             budget_s,
-            trace=trace,
         )
         others = [read(path) for path in add or []]
         record = _record(out, settings, where)

@@ -21,7 +21,8 @@ VERSION: Final = 1
 
 
 class Settings(Struct, frozen=True):
-    """What every arm is asked to do. Figures of unlike settings are not comparable."""
+    """What every arm is asked to do. Figures of unlike settings are not comparable. `traced`: the engines' steps are recorded,
+    which takes time of its own."""
 
     model: str
     device: str
@@ -40,6 +41,7 @@ class Settings(Struct, frozen=True):
     kv_cache_bytes: str
     prefix_caching: bool
     seed: int
+    traced: bool = False
 
 
 class Trace(Struct, frozen=True):

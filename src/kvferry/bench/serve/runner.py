@@ -38,7 +38,7 @@ MEMORY: Final = Path("/dev/shm")
 @dataclass(frozen=True)
 class Order:
     """What to run. `budget_s`: no arm is started that would probably end later; 0 means no bound. `places`: where P and D are,
-    if not here. `trace`: the engines' steps are recorded."""
+    if not here."""
 
     model: Model
     arms: tuple[Arm, ...]
@@ -50,8 +50,6 @@ class Order:
     flags: tuple[str, ...] = ()
     budget_s: float = 0.0
     places: Mapping[str, Place] = field(default_factory=dict)
-
-    trace: bool = False
 
     def place(self, role: str) -> Place:
         return self.places.get(role, Place())
@@ -82,7 +80,7 @@ def run(order: Order, record: Record, logs: Path, watcher: Watcher) -> None:
         zygote = stack.enter_context(Zygote(logs, order.device, order.start, order.model.imports))
         sockets = stack.enter_context(tempfile.TemporaryDirectory())
         memory = MEMORY if MEMORY.is_dir() else None
-        traces = stack.enter_context(tempfile.TemporaryDirectory(dir=memory)) if order.trace else ""
+        traces = stack.enter_context(tempfile.TemporaryDirectory(dir=memory)) if record.settings.traced else ""
         zygote.wait()
         told(f"vLLM imported after {monotonic() - began:.1f} s")
         if zygote.why_spawned:
