@@ -144,6 +144,19 @@ def test_a_start_that_is_named_where_nobody_was_a_moment_ago_is_asked_for_at_onc
     assert it.peer(later, 1.0) == "plans"
 
 
+def test_a_start_that_is_named_while_nobody_answers_is_asked_for_as_soon_as_its_address_may_be():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    assert greeted(it, 0.0) == [PEER.address]
+    it.greet(RESTARTED, 0.125)
+    it.unanswered(PEER.address, "nobody listens", 0.25)
+    assert it.peer(RESTARTED, 0.5) == it.peer(PEER, 0.5) == "nobody listens"
+    it.greet(PEER, 0.75)
+    assert greeted(it, 0.75) == []
+    it.greet(RESTARTED, 0.75)
+    assert greeted(it, 0.75) == [PEER.address]
+
+
 def test_dead_addresses_hold_up_neither_new_ones_beyond_their_share_nor_any_that_has_answered():
     it = Consumer[str](HELLO, RETRY_S, RENEW_S, asking=8)
     known = PeerKey("10.0.0.9:7000", "p", "p1")

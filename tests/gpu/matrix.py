@@ -595,7 +595,7 @@ def control(
             if not got.good:
                 raise ValueError(f"a load that was spoiled on purpose ({how}) failed instead: {got.error}"[:300])
             if not spoiled.was(name, consumer.log.read_text(errors="replace")):
-                break
+                continue
             one = nearest(len(tokens), got, alone, family.dtype, within, None if within is None else 2 * within)
             seen, tried = finds.get(how, (0, 0))
             finds[how.value] = (seen + (not one.right), tried + 1)

@@ -65,6 +65,7 @@ from kvferry.fleet.launch import unfit_for_forks  # noqa: E402
 from kvferry.fleet.patches import inspect_models_here  # noqa: E402
 
 TOKENS = 157
+NO_TIME = ": no time was left"
 DEVICE = current_platform.device_type
 SECONDS = 130.0
 AT_ONCE = {"cuda": 8, "cpu": 2}
@@ -269,7 +270,7 @@ def run_here(jobs: Sequence[Job], until: float, seen: Callable[[int, Evidence], 
     """One after the other, where children could not use the device."""
     for index, job in enumerate(jobs):
         if time.monotonic() > until:
-            seen(index, blank(troubles=(Trouble(job.name, "not tried: no time was left"),)))
+            seen(index, blank(troubles=(Trouble(job.name, f"not tried{NO_TIME}"),)))
         else:
             perform(job, lambda found, index=index: seen(index, found))  # type: ignore[misc]
 
@@ -289,14 +290,14 @@ def run_apart(jobs: Sequence[Job], until: float, seen: Callable[[int, Evidence],
             running[here] = (index, child)
         if late:
             for index, job in waiting:
-                seen(index, blank(troubles=(Trouble(job.name, "not tried: no time was left"),)))
+                seen(index, blank(troubles=(Trouble(job.name, f"not tried{NO_TIME}"),)))
             waiting = []
         for pipe in wait(list(running), timeout=0.5) or (list(running) if late else ()):
             index, child = running[pipe]  # type: ignore[index]
             try:
                 if late and not pipe.poll():  # type: ignore[union-attr]
                     child.kill()
-                    seen(index, blank(troubles=(Trouble(child.name, "not done: no time was left"),)))
+                    seen(index, blank(troubles=(Trouble(child.name, f"not done{NO_TIME}"),)))
                     raise EOFError
                 seen(index, msgspec.json.decode(pipe.recv_bytes(), type=Evidence))  # type: ignore[union-attr]
             except EOFError:
@@ -320,8 +321,8 @@ def told(run: Evidence) -> str:
 
 
 def merged(runs: Sequence[Evidence]) -> Evidence:
-    """The latest of everything that was seen. A trouble stands until a later run sees what it is about; a later trouble takes
-    away nothing that was seen. Digests are made anew, so that what was sealed must be whole."""
+    """The latest word on everything, seen or trouble; for want of time nothing was said. Digests are made anew, so that what
+    was sealed must be whole."""
     spoken = {(run.vllm, run.torch, run.device) for run in runs}
     if len(spoken) != 1:
         raise SystemExit(f"evidence is of one machine and release, and the runs say {sorted(spoken)}")
@@ -332,9 +333,14 @@ def merged(runs: Sequence[Evidence]) -> Evidence:
     def latest(kind: str, key: Callable[[Any], Any]) -> tuple[Any, ...]:
         return tuple({key(one): one for run in runs for one in getattr(run, kind)}.values())
 
-    states, moves = latest("states", lambda it: it.what), latest("moves", lambda it: it.what)
-    seen = {one.what for one in (*states, *moves)}
-    troubles = tuple(one for one in latest("troubles", lambda it: it.what) if one.what not in seen)
+    words: dict[str, Outcome | Trouble] = {}
+    for run in runs:
+        said = [one for one in run.troubles if not one.why.endswith(NO_TIME)]
+        words.update((one.what, one) for one in (*run.states, *run.moves, *said))
+    states, moves, troubles = (
+        tuple(one for one in latest(kind, lambda it: it.what) if one == words.get(one.what))
+        for kind in ("states", "moves", "troubles")
+    )
     sightings = latest("sightings", lambda it: (it.backend, it.isa, it.form, it.layout))
     engines = latest("engines", lambda it: it.what)
     return Evidence(*spoken.pop(), sightings, states, moves, troubles, engines=engines).sealed()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench.serve.result import Record, read
-from kvferry.fleet.steps import OTHER, PARTS
+from kvferry.fleet.steps import OTHER
 
 pytestmark = pytest.mark.vllm
 
@@ -64,7 +64,7 @@ def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_ali
         assert loads.sums.get("loads begun", 0) == loads.sums.get("loads ended", 0) == (4 if run is ferried else 0)
         assert loads.sums["new"] == 4
         assert all(loads.sums[part] > 0 for part in ("intake", "schedule", "launch", "update"))
-        assert sum(loads.sums.get(part, 0) for part in (*PARTS, OTHER)) == pytest.approx(loads.sums["step"], abs=0.1)
+        assert loads.sums.get(OTHER, 0) > -0.1, "nothing is counted twice"
     (fresh,) = [row for row in ferried.rows if (row.name, row.order) == ("alone", "consecutive")]
     assert fresh.runs < fresh.blocks / 2
     assert all(row.moved_bytes == row.from_peer == 0 for row in floor.rows)

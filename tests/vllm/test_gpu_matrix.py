@@ -235,16 +235,22 @@ def test_every_pair_of_one_rank_and_two_that_is_crossed_in_bfloat16_has_moves_bo
     assert {one.dtype for pair in first for one in pair} == {"bfloat16"}
 
 
-def seen_moves(*what: str, troubles: tuple[str, ...] = (), device: str = "GPU") -> Evidence:
+def seen_moves(*what: str, troubles: tuple[str, ...] = (), why: str = "why", device: str = "GPU") -> Evidence:
     outcomes = tuple(Outcome(it, "found") for it in what)
-    return Evidence("0.32.0", "2", device, moves=outcomes, troubles=tuple(Trouble(it, "why") for it in troubles)).sealed()
+    return Evidence("0.32.0", "2", device, moves=outcomes, troubles=tuple(Trouble(it, why) for it in troubles)).sealed()
 
 
-def test_later_moves_are_added_and_end_the_troubles_of_earlier_ones() -> None:
-    run = watch.merged([seen_moves("a", troubles=("b", "c")), seen_moves("b", "d", troubles=("a",))])
-    assert [it.what for it in run.moves] == ["a", "b", "d"]
-    assert [it.what for it in run.troubles] == ["c"]
+def test_the_last_word_on_a_move_counts_whichever_it_is() -> None:
+    run = watch.merged([seen_moves("a", "e", troubles=("b", "c")), seen_moves("b", "d", troubles=("a",))])
+    assert [it.what for it in run.moves] == ["e", "b", "d"]
+    assert sorted(it.what for it in run.troubles) == ["a", "c"]
     assert run.digest == run.seal
+
+
+def test_want_of_time_is_no_word_on_a_move() -> None:
+    run = watch.merged([seen_moves("a"), seen_moves(troubles=("a", "b"), why=f"not tried{watch.NO_TIME}")])
+    assert [it.what for it in run.moves] == ["a"]
+    assert run.troubles == ()
 
 
 def test_moves_of_another_machine_or_of_a_changed_file_are_not_merged() -> None:

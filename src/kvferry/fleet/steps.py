@@ -150,13 +150,13 @@ class Marks:
 
     def leave(self) -> None:
         """The step is done but for what is handed out."""
-        self._left, self._ran_left = perf_counter(), thread_time()
+        self._left, self._ran_left = perf_counter() - self._inner[0], thread_time() - self._inner[1]
 
     def end(self, *, computed: bool) -> None:
         now, running = perf_counter(), thread_time()
         last = PARTS.index("hand out" if computed else "pause")
-        self._spent[last] += now - self._left
-        self._ran[last] += running - self._ran_left
+        self._spent[last] += now - self._left - self._inner[0]
+        self._ran[last] += running - self._ran_left - self._inner[1]
         step = now - self._began
         off = [spent - ran for spent, ran in zip(self._spent, self._ran, strict=True)]
         place = _HEAD_BYTES + self._written % self._places * _RECORD.size

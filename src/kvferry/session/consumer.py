@@ -174,13 +174,15 @@ class Consumer(Generic[T]):
             self._refuse(known, plain(gone), now + self._retry_s)
 
     def unanswered(self, address: str, reason: str, now: float) -> None:
-        """A greeting came to nothing, for everybody who was named at the address."""
+        """A greeting came to nothing, for everybody who was named at the address. Those named since it was sent may have come
+        there in the meantime, and are asked for as soon as the address may be."""
         place = self._addresses.setdefault(address, _Address())
-        took = now - place.began if place.began is not None else 0.0
+        began = now if place.began is None else place.began
+        took = now - began
         place.began, place.reason, place.retry_at = None, reason, now + 2 * took
         for peer, known in self._peers.items():
             if peer.address == address and known.asking:
-                self._refuse(known, reason, max(place.retry_at, now + self._retry_s))
+                self._refuse(known, reason, max(place.retry_at, now + self._retry_s if known.since <= began else now))
 
     def known(self, peer: PeerKey, found: T, lease_s: float) -> None:
         """What the driver made of a welcome; leases there are renewed three times in `lease_s` at least."""

@@ -157,7 +157,8 @@ class Ferry:
             time.sleep(_SETTLING_S)
 
     def _check_together(self, crossings: Sequence[Crossing]) -> None:
-        """Begin to check those whose data has arrived, by one read for all from a producer that any thread may read."""
+        """Begin to check those whose data has arrived, by one read for all from a producer that any thread may read; as many as
+        there are landing places for."""
         arrived: dict[Link, list[Crossing]] = {}
 
         def look(crossing: Crossing) -> None:
@@ -170,7 +171,9 @@ class Ferry:
         for crossing in crossings:
             self._attempt(crossing, look)
         for link, found in arrived.items():
-            self._attempt_all(found, link, self._check)
+            some = found[: len(self._landings) // max(1, len(link.words))]
+            if some:
+                self._attempt_all(some, link, self._check)
 
     def _attempt_all(
         self, crossings: Sequence[Crossing], link: Link, action: Callable[[Sequence[Crossing], Link], None]

@@ -513,10 +513,12 @@ class Measuring:
             self._save()
 
     def _trace(self, row: Row, spans: Sequence[Span]) -> None:
-        """The steps of the time in which the row was measured are its own; an engine that was killed has left its too."""
+        """The steps of the time in which the row was measured are its own; an engine that was killed has left its too. Of more
+        steps than are kept nothing is said."""
         for name, side in (("D", self._consumer), *((("P", self._producer),) if not self._alone else ())):
             if side.trace is not None:
-                row.traces += traced(name, side.trace.since(), spans)
+                lost, marks = side.trace.lost, side.trace.since()
+                row.traces += traced(name, marks, spans) if side.trace.lost == lost else []
 
     async def _count(self, row: Row, before: Counters, requests: int) -> None:
         await self._nudge(self._consumer)
