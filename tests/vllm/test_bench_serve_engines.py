@@ -71,7 +71,7 @@ def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_ali
     assert ferried.answers == floor.answers
     assert len({tuple(tokens) for tokens in floor.answers.values()}) == len(floor.answers) > 4
     before = out.read_bytes()
-    again = bench(out, "--arms", "none,kvferry")
+    again = bench(out, "--arms", "none,kvferry", "--trace")
     assert out.read_bytes() == before, "what the file holds is not run again"
     assert again.done() == {(0, "eager", "none"), (0, "eager", "kvferry")}
 
