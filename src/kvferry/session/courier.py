@@ -159,13 +159,13 @@ class Courier(Generic[T]):
     def _say(self, word: Word) -> None:
         try:
             number = self._number(word.address)
-            end = self._ends.pop(number, None) or dial(self._context, number, self._key, _UNREAD_BYTES, _UNREAD)
-            self._ends[number] = end
+            end = self._ends.pop(number, None)
+            while len(self._ends) >= _ENDS:
+                self._ends.pop(next(iter(self._ends))).close()
+            end = self._ends[number] = end or dial(self._context, number, self._key, _UNREAD_BYTES, _UNREAD)
             end.send(pack(word.message), zmq.NOBLOCK)
         except (zmq.ZMQError, KVFerryError, UnicodeError) as error:
             logger.warning("%r cannot be told of a lease: %s; it ends at its deadline", word.address, error)
-        while len(self._ends) > _ENDS:
-            self._ends.pop(next(iter(self._ends))).close()
 
     def _number(self, address: str) -> Number:
         """Where words go; a name leads where its last greeting found it."""
