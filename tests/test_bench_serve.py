@@ -635,6 +635,21 @@ def test_an_engine_records_what_each_part_of_a_step_took_itself(tmp_path, monkey
     assert (len(reader.since()), reader.lost) == (4, 2)
 
 
+def test_a_garbage_collection_while_outputs_are_handed_out_is_counted_once(tmp_path, monkeypatch):
+    reader, clocks = steps.Steps(tmp_path / "steps"), Clocks(monkeypatch)
+    marks, oldest = steps.Marks(reader.path), {"generation": 2}
+    marks.enter()
+    marks.leave()
+    marks.collected("start", oldest)
+    clocks.takes(8)()
+    marks.collected("stop", oldest)
+    clocks.takes(2)()
+    marks.end(computed=True)
+    (row,) = reader.since()
+    found = dict(zip(steps.COLUMNS, row.tolist(), strict=True))
+    assert (found["collect"], found["hand out"], found["step"]) == (8.0, 2.0, 10.0)
+
+
 def test_what_other_threads_call_is_no_part_of_a_step(tmp_path, monkeypatch):
     reader = steps.Steps(tmp_path / "steps")
     engine = FakeEngine(Clocks(monkeypatch))
