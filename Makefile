@@ -6,7 +6,7 @@ WORKERS ?= 2
 DEMO_ASKS := --ask "The ferry leaves at" --ask "What does the harbour master say when the fog comes in?"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core lint bench clean
+.PHONY: help setup demo test test-core coverage lint bench clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -37,7 +37,11 @@ lint: setup ## ruff and mypy
 	$(BIN)/mypy
 
 test-core: setup browser
-	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) --cov --cov-report=term
+	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) $(CORE_PYTEST_ARGS)
+
+# Apart from the tests: counting lines takes a third of their time, and its table hides what failed.
+coverage: CORE_PYTEST_ARGS = --cov --cov-report=term
+coverage: test-core ## which lines the tests that need no engine reach
 
 test: lint test-core test-vllm ## all checks: lint, types, tests, certification against vLLM
 

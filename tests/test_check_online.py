@@ -25,6 +25,7 @@ from kvferry.errors import KVFerryError
 from kvferry.explain import Title, document
 from kvferry.explain.request import example_request
 from kvferry.findings import errors
+from kvferry.fleet.server import free_port
 from kvferry.models import Side, load_model, manifests
 from kvferry.session import Card, Hello, Key, Listener, Welcome, Words, from_params, read_key
 from kvferry.session.wire import ask
@@ -105,12 +106,6 @@ def test_a_pair_that_does_not_fit_is_told_from_those_that_do(engines):
     assert {"model", "missing-layer"} <= names(found)
     assert {one["where"] for one in found["findings"]} == {f"{there.address} → {wrong.address}"}
     assert all(one["cure"] for one in found["findings"])
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 def test_why_an_engine_could_not_be_asked_is_told(engines, tmp_path):

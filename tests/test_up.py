@@ -358,6 +358,17 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 READY = "OpenAI-compatible at"
 
 
+def test_free_ports_are_given_out_once_and_are_none_that_the_system_gives_out():
+    with socket.socket() as taken, socket.socket() as any_port:
+        pair = free_port(2)
+        taken.bind(("127.0.0.1", pair + 3))
+        any_port.bind(("127.0.0.1", 0))
+        found = [pair, pair + 1, *(free_port() for _ in range(20))]
+        assert len({*found}) == 22
+        assert pair + 3 not in found
+        assert max(found) < any_port.getsockname()[1]
+
+
 class TestProcesses:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
     def test_nothing_outlives_it_however_it_ends(self, up: Callable[..., Running], number: signal.Signals):

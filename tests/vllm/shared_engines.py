@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +23,7 @@ from kvferry.fleet.legs import Answer, Prompt
 from kvferry.fleet.server import Server
 from kvferry.fleet.zygote import Zygote
 
+T = TypeVar("T")
 AT_ONCE = 3
 PATIENCE = 60.0
 NUDGE_AFTER = 1.0
@@ -118,6 +119,7 @@ class Frozen(dict[str, Any]):
 def kill(server: Server) -> None:
     """As a machine would: every process of the server at once."""
     process_group.send(server._group, signal.SIGKILL)
+    until("it has ended", lambda: process_group.send(server._group, 0), lambda lives: not lives)
 
 
 @contextmanager
@@ -176,7 +178,7 @@ def meter(server: Server) -> Meter:
     return Meter(found)
 
 
-def until(what: str, look: Callable[[], Meter], enough: Callable[[Meter], bool], seconds: float = PATIENCE) -> Meter:
+def until(what: str, look: Callable[[], T], enough: Callable[[T], bool], seconds: float = PATIENCE) -> T:
     """Look again until it is enough; metrics follow what they count by a moment."""
     deadline = time.monotonic() + seconds
     while True:
@@ -184,7 +186,7 @@ def until(what: str, look: Callable[[], Meter], enough: Callable[[Meter], bool],
         if enough(seen):
             return seen
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {seconds:g} s; the metrics say {seen}")
+            raise AssertionError(f"{what}: not within {seconds:g} s; seen: {seen}")
         time.sleep(0.05)
 
 

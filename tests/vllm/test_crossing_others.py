@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from crossing.engine import Engine
 from kvferry.fleet.connectors import OURS
 from kvferry.fleet.legs import ask, ask_all, cross, cross_all, prompt
 from kvferry.fleet.metrics import counted, counters
-from kvferry.fleet.server import MODEL, servers
+from kvferry.fleet.server import MODEL, free_port, servers
 from kvferry.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
@@ -51,7 +50,7 @@ def test_in_bfloat16_too_nothing_differs_from_an_engine_that_computes_the_last_t
 
 def test_each_of_several_data_parallel_producers_has_a_name_and_a_port(zygote: Zygote, checkpoints: Path) -> None:
     made = checkpoint("llama", checkpoints)
-    port = neighbouring_ports()
+    port = free_port(2)
     listening = replace(OURS, settings={"listen": f"127.0.0.1:{port}"})
     producer = Engine(made, listening, flags=("--data-parallel-size=2",), environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     prompts = [prompt(n) for n in (33, 64, 100, 150, 200, 300)]
@@ -66,19 +65,6 @@ def test_each_of_several_data_parallel_producers_has_a_name_and_a_port(zygote: Z
     assert seen == {("_dp0", port), ("_dp1", port + 1)}
     assert counts.tokens_loaded == wanted
     assert counts.bytes_moved == counts.bytes_predicted > 0
-
-
-def neighbouring_ports() -> int:
-    """The first of two free ones."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            try:
-                two.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 def shown(info: str) -> list[str]:

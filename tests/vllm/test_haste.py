@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from engine import Setup, build
 from served import Arrival, Engine, engines, load, side, sides
@@ -238,9 +239,11 @@ class TestInAStep:
             assert here.counted["loaded"] == 2
 
     def test_copies_that_never_end_stop_the_engine_rather_than_let_it_compute_on(self) -> None:
-        with engines(*sides("llama", side(), side(options=(("read_s", 0.2),)))) as (there, here):
+        with engines(*sides("llama", side(), side())) as (there, here):
             acquainted(there, here)
-            ferry = here.connectors[0].worker._ferry
+            worker = here.connectors[0].worker
+            worker._options = msgspec.structs.replace(worker._options, read_s=0.2)
+            ferry = worker._ferry
             ferry._filled = lambda crossing: False
             here.scheduler.add_request(here.request("r", prompt(6), prefilled(there, "r", prompt(6))))
             with pytest.raises(SessionError, match="have not ended in"):
@@ -297,13 +300,16 @@ class TestHaste:
         found.new_step()
         assert not found.has_enough
 
-    @pytest.mark.parametrize(("ahead", "many", "rests"), [(True, FEW + 1, True), (True, FEW, False), (False, FEW + 1, False)])
-    def test_where_steps_are_launched_ahead_one_with_many_loads_is_followed_by_one_without(
-        self, ahead: bool, many: int, rests: bool
+    @pytest.mark.parametrize(
+        ("ahead", "many", "in_step", "rests"),
+        [(True, FEW + 1, True, True), (True, FEW, True, False), (True, FEW + 1, False, False), (False, FEW + 1, True, False)],
+    )
+    def test_where_steps_are_launched_ahead_one_in_which_many_were_loaded_is_followed_by_one_without(
+        self, ahead: bool, many: int, in_step: bool, rests: bool
     ) -> None:
-        found = Haste(False, ahead=ahead)
+        found = Haste(True, ahead=ahead)
         for _ in range(many):
-            found.took(PEER, 1, False)
+            found.took(PEER, 1, in_step)
         found.new_step()
         assert found.has_enough == rests
         found.new_step()

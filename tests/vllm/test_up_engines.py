@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -72,7 +71,7 @@ class Up:
 
     def __init__(self, folder: Path, alone: Server) -> None:
         self.folder, self.said, self.port = folder, folder / "said", free_port()
-        first = self._consecutive()
+        first = free_port(2)
         self.engines = {"prefill-0": first, "decode-0": first + 1}
         environment = {**os.environ, "PYTHONPATH": str(SOURCES), "TMPDIR": str(folder)}
         command = ["up", "--tiny", "--port", str(self.port), "--first-port", str(first), "--logs", str(folder / "logs")]
@@ -82,13 +81,6 @@ class Up:
             )
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any", max_retries=0)
         self.alone = openai.OpenAI(base_url=f"http://127.0.0.1:{alone.port}/v1", api_key="any", max_retries=0)
-
-    def _consecutive(self) -> int:
-        while True:
-            first = free_port()
-            with contextlib.suppress(OSError), socket.socket() as probe:
-                probe.bind(("127.0.0.1", first + 1))
-                return first
 
     def until(self, pattern: str, times: int = 1) -> None:
         deadline = time.monotonic() + PATIENCE
@@ -123,7 +115,7 @@ class Up:
     def answers(self) -> bool:
         try:
             self.client.completions.create(prompt="Is anybody there?", max_tokens=1, **ONCE_EACH)
-        except openai.APIStatusError:
+        except openai.APIError:
             return False
         return True
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import os
+import random
 import re
 import select
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +25,8 @@ READY_SECONDS = 180.0
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
 HERE = "127.0.0.1"
+PORTS = range(20_000, 32_000)
+_tried = itertools.count(random.SystemRandom().randrange(len(PORTS)))
 MODEL = "model"
 """The name under which every server serves its model."""
 
@@ -149,10 +154,25 @@ def reason(log: str) -> str:
     return ""
 
 
-def free_port() -> int:
+def free_port(neighbours: int = 1) -> int:
+    """The first of as many neighbouring ports that nobody has, none twice. They are bound later: a system hands out others to
+    whoever asks for any, or connects somewhere."""
+    for _ in PORTS:
+        first = PORTS[next(_tried) % len(PORTS)]
+        wanted = range(first, first + neighbours)
+        if all(map(_is_free, wanted)):
+            deque(itertools.islice(_tried, neighbours - 1), maxlen=0)
+            return first
+    raise ServerError(f"no {neighbours} free ports between {PORTS[0]} and {PORTS[-1]}")
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind((HERE, port))
+        except OSError:
+            return False
+    return True
 
 
 def _unused(folder: Path, name: str) -> Path:

@@ -55,8 +55,8 @@ def _is_whole(spec: Any) -> bool:
 
 class Haste:
     """Knows how fast producers were read, and how much a step has taken on. `ahead`: a step is launched before the tokens of
-    the last one are looked at; so one that took on many loads is followed by one that takes on none, for whose launch alone
-    their first tokens wait then."""
+    the last one are looked at; so one in which many were loaded is followed by one that takes on none, for whose launch alone
+    their first tokens wait then. Requests that wait for their loads have none yet."""
 
     def __init__(self, possible: bool, clock: Callable[[], float] = time.monotonic, ahead: bool = False) -> None:
         self._possible, self._clock, self._ahead = possible, clock, ahead
@@ -64,7 +64,7 @@ class Haste:
         self._began, self._computed = clock(), False
         self._paces: dict[PeerKey, deque[float]] = {}
         self._spoken_for = 0.0
-        self._taken = 0
+        self._taken = self._hurried = 0
         self._rests = False
 
     @property
@@ -82,12 +82,13 @@ class Haste:
         """A load was ordered."""
         self._taken += 1
         if in_step:
+            self._hurried += 1
             self._spoken_for += self._seconds(peer, tokens) or 0.0
 
     def new_step(self, idle: bool = False) -> None:
         """A step is ordered; `idle`: nothing is computed in it."""
-        self._rests = self._ahead and self._taken > FEW
-        self._spoken_for, self._taken = 0.0, 0
+        self._rests = self._ahead and self._hurried > FEW
+        self._spoken_for, self._taken, self._hurried = 0.0, 0, 0
         began, self._began = self._began, self._clock()
         if self._computed and not idle:
             self._gaps.append(self._began - began)
