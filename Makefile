@@ -39,7 +39,7 @@ lint: setup ## ruff and mypy
 test-core: setup browser
 	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) $(CORE_PYTEST_ARGS)
 
-# Apart from the tests: counting lines takes a third of their time, and its table hides what failed.
+# Apart from the tests: counting lines takes longer than they do, and its table hides what failed.
 coverage: CORE_PYTEST_ARGS = --cov --cov-report=term
 coverage: test-core ## which lines the tests that need no engine reach
 
