@@ -1,8 +1,11 @@
-"""Hypothesis profiles: `ci` is deterministic and the default; `deep` draws twenty times as many examples at random."""
+"""Hypothesis profiles: `ci` is deterministic and the default; `deep` draws twenty times as many examples at random.
+
+Transports that tests leave to the garbage collector hold open files, more than the 1,024 that many systems grant at first."""
 
 from __future__ import annotations
 
 import os
+import resource
 
 from hypothesis import HealthCheck, settings
 
@@ -10,4 +13,7 @@ _quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_ba
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, database=None, suppress_health_check=_quiet)
 settings.register_profile("deep", deadline=None, print_blob=True, max_examples=2000, suppress_health_check=_quiet)
+_, _most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (_most, _most))
+
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

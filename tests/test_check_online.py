@@ -121,10 +121,10 @@ def test_why_an_engine_could_not_be_asked_is_told(engines, tmp_path):
         "10.255.255.1:7600": (None, "key-needed", "--key-file"),
     }
     for address, (held, name, cure) in reasons.items():
-        (found,) = ask_all([address], held, 1.0).findings
+        (found,) = ask_all([address], held, 3.0).findings
         assert (found.name, found.where) == (name, address)
         assert cure in found.cure
-    (found,) = ask_all([up.address], other, 1.0).findings
+    (found,) = ask_all([up.address], other, 3.0).findings
     assert (found.name, found.cure) == ("no-answer", "give --key-file the key that the engine has; without one if it has none")
     assert ask_all([up.address], key, 5.0).engines[0].welcome.engine == "up"
     stranger.close()
@@ -134,10 +134,10 @@ def test_an_engine_that_is_not_up_is_no_engine_that_does_not_fit(engines):
     """What a readiness probe may wait for has an exit code of its own."""
     up = engines("up", "llama-3.1-8b", "tp=1")
     missing = f"127.0.0.1:{free_port()}"
-    code, found = check("--engine", up.address, "--engine", missing, "--timeout-s", "1")
+    code, found = check("--engine", up.address, "--engine", missing, "--timeout-s", "5")
     assert (code, names(found)) == (3, {"not-reached"})
     other = engines("other", "llama-3.1-8b", "tp=2")
-    code, found = check("--engine", up.address, "--engine", other.address, "--engine", missing, "--timeout-s", "1")
+    code, found = check("--engine", up.address, "--engine", other.address, "--engine", missing, "--timeout-s", "5")
     assert (code, names(found)) == (3, {"not-reached"})
 
 

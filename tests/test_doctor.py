@@ -25,6 +25,7 @@ from kvferry.doctor.machine import Nixl, Port, look, probe
 from kvferry.doctor.paths import DEVICE, HOST, TCP, paths
 from kvferry.doctor.remote import Berth, listenable, reached
 from kvferry.findings import Severity
+from kvferry.fleet.server import free_port
 from kvferry.session import Key, Listener, read_key
 from running import launch
 
@@ -222,9 +223,7 @@ def test_a_key_that_is_no_key(keys):
 
 
 def test_a_closed_port():
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     code, report = doctor("--no-paths", "--to", address)
     assert code == 3
     assert found(report, "not-reached")["where"] == address
@@ -260,10 +259,10 @@ def test_an_engine_is_only_read_a_word_of_each_rank(keys):
 def test_a_berth_whose_bytes_are_wrong_is_told(keys):
     with Berth("127.0.0.1:0", None, 1 << 20) as berth:
         berth._memory.read()[1000] ^= 1
-        serving = threading.Thread(target=berth.serve, args=(2.0,), daemon=True)
+        serving = threading.Thread(target=berth.serve, args=(60.0,), daemon=True)
         serving.start()
         findings, path = reached(f"127.0.0.1:{berth.port}", None)
-        serving.join()
+    serving.join()
     assert [one.name for one in findings] == ["path-wrong"]
     assert path is not None
     assert not path.right

@@ -452,8 +452,11 @@ class Conversation(RuleBasedStateMachine):
         assert asked <= (due or peer in self.named)
         if asked:
             self.named.add(peer)
+        elif self.it.peer(peer, self.now) == "no":
+            self.refused.add(peer)
         assert self.hear() == []
         assert not asked or peer.address in self.asked
+        self.now += 0.125
 
     @rule(peer=peers, welcome=st.booleans())
     def answer(self, peer: PeerKey, welcome: bool) -> None:

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from kvferry.errors import DecodeError, SessionError
+from kvferry.fleet.server import free_port
 from kvferry.session import (
     Card,
     Courier,
@@ -44,7 +45,7 @@ HELLO = Hello("consumer", "d1")
 CACHES = manifests_of("blocks of 12 to 8")[0]
 METADATA = encode_metadata(Metadata("nixl", "p.0#1", this_host(), (), b"blob"))
 PATIENCE_S = 20.0
-SHORT_S = 0.3
+SHORT_S = 1.5
 
 
 def welcome(incarnation: str = "p1", lease_s: float = 60.0, transport: bytes = METADATA) -> Welcome:
@@ -202,7 +203,7 @@ def test_an_error_in_the_listener_itself_does_not_end_it(listener, monkeypatch):
     monkeypatch.setattr(listening, "unpack_request", stumbles)
     with pytest.raises(SessionError, match="does not answer"):
         ask(at(listener), HELLO, None, SHORT_S)
-    assert failed.is_set()
+    assert failed.wait(PATIENCE_S)
     assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
 
 
@@ -261,9 +262,7 @@ def test_words_from_who_holds_no_key_are_not_heard(closing, tmp_path):
 
 
 def free_address() -> str:
-    with socket.socket() as taken_for_now:
-        taken_for_now.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{taken_for_now.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def test_where_nobody_listens_the_error_comes_at_once_and_says_so():
@@ -399,7 +398,7 @@ def test_many_starts_that_are_named_at_one_dead_address_cost_one_greeting(closin
         return find(address, *arguments)
 
     monkeypatch.setattr(couriers, "find", counted)
-    monkeypatch.setattr(wire, "_REACH_S", 0.3)
+    monkeypatch.setattr(wire, "_REACH_S", 1.5)
     courier = closing(Courier(HELLO, None, 3600.0, met))
     references = [reference(dead[0], incarnation=f"p{number}") for number in range(100)]
     for number, found in enumerate(references):
@@ -465,7 +464,8 @@ def test_a_load_that_failed_makes_sure_that_its_producer_is_still_there(listener
     assert "start p2; the reference is of producer, start p1: it is gone" in answer(courier, reference(at(listener)))
 
 
-def test_what_was_asked_to_be_said_before_closing_is_said(listener):
+def test_what_was_asked_to_be_said_before_closing_is_said(listener, monkeypatch):
+    monkeypatch.setattr(couriers, "_LINGER_MS", int(1000 * PATIENCE_S))
     courier = Courier(HELLO, None, PATIENCE_S, met)
     for slot in range(50):
         courier.hold(f"r{slot}", reference(at(listener), slot))

@@ -131,7 +131,7 @@ def test_an_owner_that_is_killed_is_gone_though_a_child_that_it_forked_lives_on(
     os.kill(int(child), 0)
     until(lambda: not other.alive, "the owner's death", PATIENCE_S)
     os.kill(int(child), signal.SIGKILL)
-    (shared.FOLDER / name).unlink()
+    (shared.FOLDER / name).unlink(missing_ok=True)
 
 
 def test_a_child_that_was_forked_leaves_its_parents_memory_alone(made):

@@ -322,12 +322,18 @@ class Running:
                     found.add(int(path.parent.name))
         return found - {self.process.pid}
 
+    def command(self, process: int) -> bytes:
+        """Nothing, if it has ended."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{process}/cmdline").read_bytes()
+        return b""
+
     def of(self, name: str) -> int:
         """The process that a name leads, by its port in what was said last of it."""
         port = re.findall(rf"{name} at http://127.0.0.1:(\d+)", self.said.read_text())[-1]
         for pid in self.processes():
             with contextlib.suppress(OSError):
-                if f"--port\0{port}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and os.getpgid(pid) == pid:
+                if f"--port\0{port}".encode() in self.command(pid) and os.getpgid(pid) == pid:
                     return pid
         raise AssertionError(f"{name} does not run")
 
@@ -390,7 +396,7 @@ class TestProcesses:
     def test_killing_what_runs_the_engines_ends_them(self, up: Callable[..., Running]):
         it = up("pretender")
         it.until(READY)
-        (keeper,) = [p for p in it.processes() if b"kvferry.fleet.launch" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        (keeper,) = [p for p in it.processes() if b"kvferry.fleet.launch" in it.command(p)]
         os.kill(keeper, signal.SIGKILL)
         assert it.ended() == 2
         assert "has ended" in it.said.read_text()

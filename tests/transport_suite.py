@@ -22,7 +22,7 @@ from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTran
 from transport_peer import PATIENCE_S, Buffers, PeerProcess, Rank, allocated, at_addresses, filled
 
 SRC_SEED, DST_SEED = 1, 2
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 TCP = {"UCX_TLS": "tcp"}
 
 
