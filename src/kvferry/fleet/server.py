@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,13 +154,14 @@ def reason(log: str) -> str:
 
 
 def free_port(neighbours: int = 1) -> int:
-    """The first of as many neighbouring ports that nobody has, none twice. They are bound later: a system hands out others to
-    whoever asks for any, or connects somewhere."""
+    """The first of as many neighbouring ports that nobody has, none twice. They are bound later: those that Linux hands out
+    to whoever asks for any, or connects somewhere, begin above them."""
     for _ in PORTS:
         first = PORTS[next(_tried) % len(PORTS)]
         wanted = range(first, first + neighbours)
         if all(map(_is_free, wanted)):
-            deque(itertools.islice(_tried, neighbours - 1), maxlen=0)
+            for _ in wanted[1:]:
+                next(_tried)
             return first
     raise ServerError(f"no {neighbours} free ports between {PORTS[0]} and {PORTS[-1]}")
 
