@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm import haste
 from kvferry.engines.vllm.cargo import Orders, Report
-from kvferry.engines.vllm.haste import FEW, LOAD_S, LOADS_A_STEP, SHORT_S, Haste, looks_ahead, may_hurry
+from kvferry.engines.vllm.haste import FEW, LOAD_S, LOADS_A_STEP, LOADS_BESIDE, SHORT_S, Haste, looks_ahead, may_hurry
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.errors import SessionError
 from kvferry.session import Lease, PeerKey
@@ -291,9 +291,19 @@ class TestHaste:
         assert found.allows(REQUEST, PEER, 1)
         assert not found.allows(REQUEST, PEER, 4)
 
-    def test_a_step_takes_on_a_few_loads_whatever_their_length(self) -> None:
-        found = Haste(False)
-        for _ in range(LOADS_A_STEP):
+    def test_copies_of_many_loads_may_take_as_long_as_their_requests_take_to_be_launched(self) -> None:
+        found = Haste(True)
+        found.saw(PEER, 10, LOAD_S)
+        many = 3 * int(SHORT_S / LOAD_S)
+        for _ in range(many):
+            assert found.allows(REQUEST, PEER, 9)
+            found.took(PEER, 9, True)
+        assert not found.allows(REQUEST, PEER, 10 + many + 1)
+
+    @pytest.mark.parametrize(("possible", "most"), [(True, LOADS_A_STEP), (False, LOADS_BESIDE)])
+    def test_a_step_takes_on_a_few_loads_whatever_their_length(self, possible: bool, most: int) -> None:
+        found = Haste(possible)
+        for _ in range(most):
             assert not found.has_enough
             found.took(PEER, 1, False)
         assert found.has_enough
@@ -317,7 +327,7 @@ class TestHaste:
 
     def test_a_long_step_takes_on_as_many_as_would_double_it(self) -> None:
         now = [0.0]
-        found = Haste(False, lambda: now[0])
+        found = Haste(True, lambda: now[0])
         many = LOADS_A_STEP + 3
         for seconds in (many * LOAD_S, 3 * many * LOAD_S, (many + 0.5) * LOAD_S):
             found.new_step()
@@ -330,7 +340,7 @@ class TestHaste:
 
     def test_steps_in_which_nothing_is_computed_say_nothing_of_how_long_one_takes(self) -> None:
         now = [0.0]
-        found = Haste(False, lambda: now[0])
+        found = Haste(True, lambda: now[0])
         for idle in (True, False, True, False, False):
             found.new_step(idle)
             now[0] += 50 * LOAD_S if not idle else LOAD_S

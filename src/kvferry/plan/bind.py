@@ -22,10 +22,9 @@ from kvferry.plan.overlay import Claim, Overlay
 from kvferry.plan.schema import Edge, Fill, Need, Plan
 from kvferry.plan.tables import Listed, Paged, Table, insist_on_blocks, listed, one_group_each, placed, repeats
 from kvferry.plan.tiles import Runs, Tiles
+from kvferry.plan.whole import ORIGIN, Sides, cut
 from kvferry.strided import Ints, merge
 
-_ORIGIN: Final = np.zeros(1, np.int32)
-_ORIGIN.setflags(write=False)
 _NONE: Final = NOTHING[0]
 _WHOLE: Final = (int, np.integer)
 SPARE: Final = 16 << 10
@@ -118,18 +117,20 @@ class Spans:
 
 
 class _Range(NamedTuple):
-    """Tokens of one need in one group: copied intervals, the first one wanted, the first that its layers really read."""
+    """Tokens of one need in one group: copied intervals, the first one wanted, the first that its layers really read. Where
+    all from the first one wanted on are copied, `stop` is the one behind the last."""
 
     copied: Intervals
     low: int
     first: int
+    stop: int = -1
 
 
 @dataclass
 class _Ranges:
     """What a request loads into each group of the consumer, and the consumer's tables by group."""
 
-    tables: dict[int, Listed] = field(default_factory=dict)
+    tables: Mapping[int, Listed] = field(default_factory=dict)
     needs: dict[tuple[int, int], _Range] = field(default_factory=dict)
     loaded: dict[int, tuple[int, int]] = field(default_factory=dict)
     holes: dict[int, Intervals] = field(default_factory=dict)
@@ -174,7 +175,7 @@ class Binder:
 
     def ready(self) -> Binder:
         """Itself, with everything found that follows from the plan, which the first request would wait for."""
-        _ = self._overlay_here, self._overlay_there
+        _ = self._sides
         for runs in (runs for tiles in (*self._edges, *self._fills) for runs in tiles):
             runs.ready()
         return self
@@ -239,20 +240,8 @@ class Binder:
             raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range of whole tokens")
         if request.start == request.tokens:
             return {}, ranges
-        src = {g: listed(request.src, group) for g, group in self._src_groups.items()}
-        for group in self._known_groups:
-            if group.id not in self._loaded_groups and group.id not in request.dst:
-                continue
-            ranges.tables[group.id] = listed(request.dst, group)
-            if group.tokens and request.start % group.tokens:
-                raise BindError(
-                    f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
-                )
-        one_group_each(self._overlay_there, src)
-        distinct = one_group_each(self._overlay_here, ranges.tables)
-        for group_id, table in ranges.tables.items():
-            if group_id not in distinct and repeats(table.ids):
-                raise BindError(f"{table.group.table} names a block twice")
+        whole = self._sides.tables(request.src, request.dst, request.start)
+        src, ranges.tables = whole if whole is not None else self._listed(request)
         out: dict[tuple[int, int], Tiles] = {}
         known: dict[int, dict[int, Tiles]] = {}
         for i, first in enumerate(self._alike):
@@ -262,6 +251,30 @@ class Binder:
             for level, tiles in known[first].items():
                 out[i, level] = tiles
         return out, ranges
+
+    def _listed(self, request: Request) -> tuple[dict[int, Listed], dict[int, Listed]]:
+        """The tables of either side, whatever they are, as long as they can be meant."""
+        src = {g: listed(request.src, group) for g, group in self._src_groups.items()}
+        dst: dict[int, Listed] = {}
+        for group in self._known_groups:
+            if group.id not in self._loaded_groups and group.id not in request.dst:
+                continue
+            dst[group.id] = listed(request.dst, group)
+            if group.tokens and request.start % group.tokens:
+                raise BindError(
+                    f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
+                )
+        one_group_each(self._overlay_there, src)
+        distinct = one_group_each(self._overlay_here, dst)
+        for group_id, table in dst.items():
+            if group_id not in distinct and repeats(table.ids):
+                raise BindError(f"{table.group.table} names a block twice")
+        return src, dst
+
+    @cached_property
+    def _sides(self) -> Sides:
+        there, here = self._overlay_there.clusters, self._overlay_here.clusters
+        return Sides(tuple(self._src_groups.values()), self._known_groups, self._loaded_groups, there, here)
 
     @cached_property
     def _overlay_here(self) -> Overlay:
@@ -289,12 +302,14 @@ class Binder:
         the same."""
         here = ranges.tables[edge.dst_group]
         if grains[0] == 0:
-            return {0: Tiles(there.ids, _ORIGIN, here.ids, _ORIGIN)}
-        copied = self._range(request, edge, there, here, ranges).copied
+            return {0: Tiles(there.ids, ORIGIN, here.ids, ORIGIN)}
+        found = self._range(request, edge, there, here, ranges)
+        if found.stop >= 0 and found.low % grains[0] == 0:
+            return dict(cut(there, here, found.low, found.stop, grains))
         return {
-            level: Tiles(*placed(there, cut, grains[level]), *placed(here, cut, grains[level]))
-            for level, cut in enumerate(cut_at(copied, grains))
-            if len(cut[0])
+            level: Tiles(*placed(there, some, grains[level]), *placed(here, some, grains[level]))
+            for level, some in enumerate(cut_at(found.copied, grains))
+            if len(some[0])
         }
 
     def _load(self, request: Request, ranges: _Ranges) -> None:
@@ -325,13 +340,14 @@ class Binder:
         high += missing if low < high and missing <= most else 0
         for table in (there, here):
             table.insist(-(-high // table.group.tokens))
-        absent, bad, copied = there.holes(low, high), here.holes(low, high), interval(low, high)
+        absent, bad = there.holes(low, high), here.holes(low, high)
+        copied, stop = interval(low, high), high
         if len(absent[0]) or len(bad[0]):
             for table in (there, here):
                 insist_on_blocks(table, first, min(high, request.tokens), need)
             self._lose(request, here, absent, low, ranges)
-            copied = subtract(low, high, union(absent, bad))
-        found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, low, first)
+            copied, stop = subtract(low, high, union(absent, bad)), -1
+        found = ranges.needs[edge.dst_group, edge.need] = _Range(copied, low, first, stop)
         return found
 
     def _lose(self, request: Request, here: Listed, absent: Intervals, low: int, ranges: _Ranges) -> None:
@@ -351,11 +367,12 @@ class Binder:
                 continue
             table = ranges.tables[fill.group]
             if not table.group.tokens:
-                parts.append(runs[0].filled(table.ids, _ORIGIN))
+                parts.append(runs[0].filled(table.ids, ORIGIN))
                 continue
-            for level, cut in enumerate(cut_at(self._filled(fill, ranges), grains)):
-                if len(cut[0]):
-                    parts.append(runs[level].filled(*placed(table, cut, grains[level])))
+            tokens = self._filled(fill, ranges)
+            for level, some in enumerate(cut_at(tokens, grains) if len(tokens[0]) else ()):
+                if len(some[0]):
+                    parts.append(runs[level].filled(*placed(table, some, grains[level])))
         if not parts:
             return _NO_FILLS
         region, offset, length = _joined(parts)

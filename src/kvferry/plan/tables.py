@@ -69,8 +69,8 @@ def listed(tables: Mapping[int, Table], group: Paged) -> Listed:
     if group.id not in tables:
         raise BindError(f"{group.table} is missing")
     given = tables[group.id]
-    if type(given) is int and 0 <= given < group.blocks:
-        return Listed(group, np.array([given], group.ids), True)
+    if (brief := without_holes(given, group)) is not None:
+        return brief
     found = _numbers(given)
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
         raise BindError(f"{group.table} is not a list of block ids")
@@ -83,6 +83,21 @@ def listed(tables: Mapping[int, Table], group: Paged) -> Listed:
     if not group.tokens and (len(found) != 1 or least == HOLE):
         raise BindError(f"group {group.id} is paged by state: the {group.side} must name the one block that holds it")
     return Listed(group, found if found.dtype == group.ids else found.astype(group.ids), least != HOLE)
+
+
+def without_holes(given: Table | None, group: Paged) -> Listed | None:
+    """A short list of ids of this group, or the one of a state, as engines have them; None for anything else, which may be in
+    order too. Python finds the least and the most of a short list sooner than NumPy does."""
+    if type(given) is int:
+        return Listed(group, np.array([given], group.ids), True) if 0 <= given < group.blocks else None
+    if type(given) is not list or not group.tokens or not 0 < len(given) <= _SHORT:
+        return None
+    try:
+        if min(given) < 0 or max(given) >= group.blocks:
+            return None
+        return Listed(group, np.frombuffer(struct.pack(f"{len(given)}{group.ids.char}", *given), group.ids), True)
+    except (TypeError, ValueError, struct.error):
+        return None
 
 
 def _numbers(given: Table) -> npt.NDArray[Any]:
@@ -150,7 +165,12 @@ def placed(table: Listed, cut: Intervals, tokens: int) -> tuple[Ids, Ids]:
         at = integers(low, high)
         place = at // per_block
         return ids[place], (at - place * per_block).astype(ids.dtype, copy=False)
-    start, stop = int(low[0]), int(high[0])
+    return stretch(table, int(low[0]), int(high[0]), tokens)
+
+
+def stretch(table: Listed, start: int, stop: int, tokens: int) -> tuple[Ids, Ids]:
+    """The same of the tiles [start, stop)."""
+    ids, per_block = table.ids, table.group.tokens // tokens
     first = start // per_block
     blocks = ids[first : -(-stop // per_block)]
     inside = slice(start - first * per_block, stop - first * per_block)

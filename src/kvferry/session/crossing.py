@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvferry.plan import Binder, Loading, Tiles
 from kvferry.session.consumer import PeerKey
@@ -71,7 +72,7 @@ class Peer:
     link: Link | None = None
     told: bool = False
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Words that every one of its ranks has."""
         return min(card.words.groups[0].blocks for card in self.meeting.cards)

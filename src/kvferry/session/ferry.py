@@ -30,6 +30,7 @@ from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, is_l
 from kvferry.session.links import Links
 from kvferry.session.meeting import Meeting
 from kvferry.session.words import Words, tiles_of_words
+from kvferry.strided import Ints
 from kvferry.transport import Read, State, Transport
 from kvferry.transport.contract import read_together
 
@@ -454,7 +455,6 @@ class Ferry:
                 f"{load.peer}: {moved} bytes were moved, the plan says {predicted}; report this with both manifests"
             )
             return
-        tables = {group: table for group, table in load.dst.items() if isinstance(table, list)}
         self._end(
             crossing,
             Outcome(
@@ -466,7 +466,7 @@ class Ferry:
                 posting_s=sum(t.posting_s for t in seen),
                 wire_s=max((t.wire_s for t in seen), default=0.0),
                 total_s=self._clock() - crossing.started,
-                unhashable={g: tuple(tables[g][i] for i in at.tolist()) for g, at in crossing.loading.unhashable.items()},
+                unhashable={g: _blocks(load.dst[g], at) for g, at in crossing.loading.unhashable.items()},
                 anywhere=link.anywhere,
             ),
         )
@@ -502,6 +502,10 @@ def _convoys(crossings: Sequence[Crossing]) -> list[list[Crossing]]:
         out[-1].append(crossing)
         size += crossing.loading.bytes
     return out
+
+
+def _blocks(table: list[int] | int, places: Ints) -> tuple[int, ...]:
+    return tuple(table[place] for place in places.tolist()) if isinstance(table, list) else ()
 
 
 def _described(error: Exception) -> str:

@@ -18,10 +18,13 @@ from kvferry.engines.vllm.tables import specs_of
 from kvferry.session import PeerKey
 
 SHORT_S: Final = 0.008
-"""All copies that one step may wait for: about a decode step of a small model."""
-LOADS_A_STEP: Final = 24
+"""All copies that one step may wait for: about a decode step of a small model. Copies of many loads are made while their
+requests are launched, and may take as long as that."""
+LOADS_A_STEP: Final = 32
 """Loads that one step takes on at least, in haste or not, unless it takes on none: of those that come together, the first need
 not wait until the last are ordered, and who decodes beside them waits for a few only."""
+LOADS_BESIDE: Final = 64
+"""The same where loads are never made in a step: it only begins them, and all that begin together are computed together."""
 LOAD_S: Final = 0.0005
 """About what a load costs the engine's thread: a long step takes on as many as would double it."""
 FEW: Final = 4
@@ -70,13 +73,14 @@ class Haste:
     @property
     def has_enough(self) -> bool:
         """Whether the step has taken on as many loads as it should."""
-        return self._rests or self._taken >= max(LOADS_A_STEP, min(self._gaps, default=0.0) / LOAD_S)
+        least = LOADS_A_STEP if self._possible else LOADS_BESIDE
+        return self._rests or self._taken >= max(least, min(self._gaps, default=0.0) / LOAD_S)
 
     def allows(self, request: Any, peer: PeerKey, tokens: int) -> bool:
         if not self._possible or request.mm_features:
             return False
         seconds = self._seconds(peer, tokens)
-        return seconds is not None and self._spoken_for + seconds <= SHORT_S
+        return seconds is not None and self._spoken_for + seconds <= max(SHORT_S, (self._hurried + 1) * LOAD_S)
 
     def took(self, peer: PeerKey, tokens: int, in_step: bool) -> None:
         """A load was ordered."""
