@@ -372,7 +372,9 @@ class Binder:
             tokens = self._filled(fill, ranges)
             for level, some in enumerate(cut_at(tokens, grains) if len(tokens[0]) else ()):
                 if len(some[0]):
-                    parts.append(runs[level].filled(*placed(table, some, grains[level])))
+                    at = placed(table, some, grains[level])
+                    near = len(some[0]) == 1 and at[0][0] == at[0][-1]
+                    parts.append((runs[level].filled_on if near else runs[level].filled)(*at))
         if not parts:
             return _NO_FILLS
         region, offset, length = _joined(parts)

@@ -52,7 +52,7 @@ class Runs:
         return len(self.columns)
 
     def ready(self) -> None:
-        _ = self._there, self._here, self._fills_blocks
+        _ = self._there, self._here, self._fills_blocks, self._touch
 
     def at(self, tiles: Tiles) -> tuple[Ints, ...]:
         """Every run at every tile: a run's tiles behind each other, so that consecutive blocks can be merged."""
@@ -63,6 +63,12 @@ class Runs:
         """As `at`, of a fill: both of its sides are the destination."""
         tiles, length = self._long(Tiles(block, tile, block, tile))
         return (*self._here.at(tiles.dst_block, tiles.dst_tile), length)
+
+    def filled_on(self, block: Ids, tile: Ids) -> tuple[Ints, ...]:
+        """As `filled`, of tiles that follow each other in one block: a run for all of them where runs of neighbours touch."""
+        if len(tile) < 2 or not self._touch:
+            return self.filled(block, tile)
+        return (*self._here.at(block[:1], tile[:1]), self.columns.length * len(tile))
 
     def _long(self, tiles: Tiles) -> tuple[Tiles, Ints]:
         """The tiles, and the lengths of all runs at each: consecutive blocks are one where all runs fill their blocks, before
@@ -79,6 +85,12 @@ class Runs:
     @cached_property
     def _here(self) -> _Side:
         return _Side(self.columns.dst_region, self.columns.dst_offset, self.columns.dst_lane, self._lanes)
+
+    @cached_property
+    def _touch(self) -> bool:
+        """Whether every run ends where the next tile of its block has the same run at the destination."""
+        steps = [lane.digits[0][1] if len(lane.digits) == 1 else 0 for lane in self._lanes]
+        return np.array_equal(self.columns.length, np.array(steps, np.int64)[self.columns.dst_lane])
 
     @cached_property
     def _fills_blocks(self) -> bool:
