@@ -24,7 +24,7 @@ from kvferry.manifest.schema import FULL, Group, Region, StatePaged
 from kvferry.plan import Binder, Fleet, Plan, Tiles, make_plans
 from kvferry.plan.schema import Edge, Grain, Lane, Need, Run, Side
 from kvferry.strategy import HostMover
-from kvferry.strategy.moves import COLUMNS, FIELDS, UNITS, Bound, Form, Moves, joined
+from kvferry.strategy.moves import COLUMNS, FIELDS, ROWS, UNITS, Bound, Form, Moves, joined
 from test_transfer_properties import cases
 
 DEPTH = settings().max_examples // 100
@@ -130,7 +130,7 @@ def test_tables_keep_what_kernels_rely_on(data: st.DataObject) -> None:
         for launch in bound.launches:
             form, turn = launch.form, 0
             assert form in moves.forms
-            assert form.rows * form.columns == COLUMNS[-1]
+            assert form.rows == ROWS[form.columns]
             jobs = bound.table[launch.at : launch.at + launch.jobs * FIELDS].reshape(-1, FIELDS)
             for first, count, tiles, places, told in jobs.tolist():
                 assert told == turn
@@ -189,13 +189,13 @@ def test_every_unit_and_every_width_moves_its_bytes(unit, columns):
     page = -(-sum(lengths) // 16) * 16 + unit
     page += -page % unit
     runs = [Run(0, 0, 0, 0, lengths[0], (), 0, 0), Run(0, lengths[0], 0, lengths[0], lengths[1], (), 0, 0)]
-    blocks = 2 * (COLUMNS[-1] // columns) + 3
+    blocks = 2 * ROWS[columns] + 3
     order = np.random.default_rng(1).permutation(blocks)
     plan = plain(runs, [Lane(page, ())], blocks, blocks * page)
     made = made_of(plan, tiles_at(range(blocks), order.tolist()), shift=0 if unit == 16 else unit)
     want = made.expected(0)
     moves = made.moves(0)
-    assert moves.forms == (Form(unit, columns, COLUMNS[-1] // columns),)
+    assert moves.forms == (Form(unit, columns, ROWS[columns]),)
     assert moved(moves, made.tiles).bytes == blocks * sum(lengths)
     assert np.array_equal(made.here[0].whole, want[0])
 
