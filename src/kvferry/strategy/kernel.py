@@ -4,7 +4,7 @@ Addresses come as numbers, since the memory may be another process's. Every prog
 its share of each, so that a few programs can be told to do the work and the rest of the device is left to the engine.
 
 A program's share of a job is round after round of a form's rows. What bounds it is waiting: for a piece, for the places of its
-tile, for the bytes. So it looks up where the next round goes while this one's bytes are under way, and has many of them under way.
+tile, for the bytes. So it looks up where the next round goes while this one's bytes are under way, and these are many.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KINDS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """Elements of so many bytes."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _placed(pieces, table, first, count, tiles, places, item):
+@triton.jit
+def placed(pieces, table, first, count, tiles, places, item):
     """Source, destination and length of items; none of an item beyond the last, which is looked up like the last."""
     known = tl.minimum(item, count * tiles - 1)
     tile = known // count
@@ -38,20 +38,20 @@ def _placed(pieces, table, first, count, tiles, places, item):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _elements(address, length, columns, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
-    """Pointers, and which of them are inside. Of pointers and of whole units the compiler knows how they are aligned, of numbers
-    and of elements it does not: accesses of 16 bytes depend on that."""
+    """Pointers, and which of them are inside. The compiler is told how pointers are aligned, and that whole units are inside:
+    of numbers that become pointers it would not know, and 16 bytes would be two accesses."""
     pointers = tl.multiple_of(address.to(tl.pointer_type(KIND)), UNIT)[:, None] + columns[None, :]
     return pointers, (columns // (UNIT // WIDTH))[None, :] < (length // (UNIT // WIDTH))[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fetched(address, length, columns, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
+def fetched(address, length, columns, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
     pointers, inside = _elements(address, length, columns, KIND, UNIT, WIDTH)
     return tl.load(pointers, inside, eviction_policy="evict_first")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(address, length, columns, data, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
+def stored(address, length, columns, data, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
     pointers, inside = _elements(address, length, columns, KIND, UNIT, WIDTH)
     tl.store(pointers, data, inside)
 
@@ -87,21 +87,21 @@ def move(
         items = count * tiles
         begin = ((program + programs - turn) % programs) * ROWS
         if begin < items:
-            src, dst, length = _placed(pieces, table, first, count, tiles, places, begin + rows)
+            src, dst, length = placed(pieces, table, first, count, tiles, places, begin + rows)
             if AHEAD == 1:
                 for start in range(begin, items, step):
-                    data = _fetched(src, length, columns, KIND, UNIT, WIDTH)
-                    src, next_dst, next_length = _placed(pieces, table, first, count, tiles, places, start + step + rows)
-                    _store(dst, length, columns, data, KIND, UNIT, WIDTH)
+                    data = fetched(src, length, columns, KIND, UNIT, WIDTH)
+                    src, next_dst, next_length = placed(pieces, table, first, count, tiles, places, start + step + rows)
+                    stored(dst, length, columns, data, KIND, UNIT, WIDTH)
                     elements += length
                     dst, length = next_dst, next_length
             else:
-                data = _fetched(src, length, columns, KIND, UNIT, WIDTH)
-                src, next_dst, next_length = _placed(pieces, table, first, count, tiles, places, begin + step + rows)
+                data = fetched(src, length, columns, KIND, UNIT, WIDTH)
+                src, next_dst, next_length = placed(pieces, table, first, count, tiles, places, begin + step + rows)
                 for start in range(begin, items, step):
-                    next_data = _fetched(src, next_length, columns, KIND, UNIT, WIDTH)
-                    src, far_dst, far_length = _placed(pieces, table, first, count, tiles, places, start + 2 * step + rows)
-                    _store(dst, length, columns, data, KIND, UNIT, WIDTH)
+                    next_data = fetched(src, next_length, columns, KIND, UNIT, WIDTH)
+                    src, far_dst, far_length = placed(pieces, table, first, count, tiles, places, start + 2 * step + rows)
+                    stored(dst, length, columns, data, KIND, UNIT, WIDTH)
                     elements += length
                     data, dst, length = next_data, next_dst, next_length
                     next_dst, next_length = far_dst, far_length

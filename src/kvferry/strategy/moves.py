@@ -2,9 +2,9 @@
 
     item = (piece, tile):   address = piece's address + place of the tile in the piece's lane, on either side
 
-Pieces are runs of one tile, those that are longer than the widest row cut evenly; their addresses are absolute. A lane's places
-are the offsets of a load's tiles. So a load uploads its tiles, once for each lane, and never its runs. Pure arithmetic: knows no
-device.
+Pieces are runs of one tile, cut evenly where they are longer than the widest row; their addresses are absolute. A lane's places
+are the offsets of a load's tiles. So a load uploads its tiles, once for each lane, and never its runs. Pure arithmetic: knows
+no device.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from kvferry.strided import Ints, span
 
 UNITS: Final = (16, 4, 2, 1)
 ROWS: Final[Mapping[int, int]] = {8: 256, 128: 16, 1024: 4, 4096: 1}
-"""Elements of a row, the narrowest first, and how many rows a program has under way at a time: together they are the bytes that it
-does not wait for one by one."""
+"""Elements of a row, the narrowest first, and how many such rows a program has under way at a time."""
 COLUMNS: Final = tuple(ROWS)
 """Few units and few widths of a row: each pair that occurs is a kernel to be compiled, and a launch of each load."""
 LINE: Final = 128
@@ -216,8 +215,8 @@ def _pieces(
 
 
 def _cut(length: Ints, most: Ints) -> tuple[Ints, Ints, Ints]:
-    """Runs in as few pieces of at most so many bytes as there can be, as even as whole lines are: of every piece its run, where in
-    it it begins, and its length."""
+    """Runs in as few pieces of at most so many bytes as can be, as even as whole lines are: of every piece its run, where it
+    begins there, and its length."""
     lines, counts = -(-length // LINE), -(-length // most)
     run = np.repeat(np.arange(len(length)), counts)
     number = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
