@@ -23,7 +23,7 @@ from drawn_moves import Guarded, drawn, seeded
 from kvferry.plan import Binder, Fleet, make_plans
 from kvferry.plan.detour import Pieces, packed, tiles_here, tiles_there
 from kvferry.strategy import kernel
-from kvferry.strategy.moves import Bound, Moves
+from kvferry.strategy.moves import COLUMNS, FIELDS, ROWS, Bound, Form, Moves
 from transport_peer import allocated
 from transport_suite import Case, model_case
 
@@ -37,15 +37,16 @@ PAIRS = [
 ]
 PROGRAMS = (1, 3, 32)
 SEEDS = range(32)
+AHEADS = (1, 2)
 
 
-def launched(moves: Moves, bound: Bound, programs: int) -> int:
+def launched(moves: Moves, bound: Bound, programs: int, ahead: int = kernel.AHEAD) -> int:
     """One load by so many programs; bytes, as the kernels counted them."""
     pieces, table = torch.from_numpy(moves.pieces), torch.from_numpy(bound.table)
     moved = 0
     for launch in bound.launches:
         counts = torch.full((programs,), -1, dtype=torch.int64)
-        kernel.launch(programs, pieces, table, launch.at, launch.jobs, counts, launch.form)
+        kernel.launch(programs, pieces, table, launch.at, launch.jobs, counts, launch.form, ahead=ahead)
         moved += int(counts.sum())
     return moved
 
@@ -91,7 +92,7 @@ def of_seed(seed: int) -> dict[str, object]:
         read.append(source)
         want = made.expected(*read)
         moves = made.moves(source)
-        counted += launched(moves, moves.bind(made.tiles), programs)
+        counted += launched(moves, moves.bind(made.tiles), programs, AHEADS[seed % 2])
         planned += made.bytes(source)
         forms |= {(form.unit, form.columns) for form in moves.forms}
         differing += sum(int((region.whole != w).sum()) for region, w in zip(made.here, want, strict=True))
@@ -127,6 +128,37 @@ def of_detour(seed: int) -> dict[str, object]:
     return {"differing": differing, "counted": counted, "planned": planned, "forms": sorted(forms)}
 
 
+def of_rounds(columns: int, ahead: int, programs: int) -> dict[str, object]:
+    """Jobs that begin where the last one ended, and whose items just fill a round, or all programs' rounds, or just do not, or
+    need another: two pieces, one of them short, each of a source lane of its own, at tiles in no order."""
+    rows, page = ROWS[columns], 16 * columns
+    full = programs * rows
+    tiles_of = sorted({1, rows // 2 or 1, rows // 2 + 1, full // 2, full // 2 + 1, full, 2 * full + 1})
+    rng = np.random.default_rng(columns)
+    there, here = (Guarded(sum(tiles_of) * page, 0, (columns, side)) for side in range(2))
+    want = here.whole.copy()
+    shapes = ((0, columns), (8 * columns, columns - 4))
+    jobs: list[tuple[int, ...]] = []
+    places: list[np.ndarray] = []
+    at, turn, first = len(tiles_of) * FIELDS, 0, 0
+    for tiles in tiles_of:
+        jobs.append((0, len(shapes), tiles, at, turn))
+        lanes = [(rng.permutation(tiles) + first) * page for _ in range(len(shapes) + 1)]
+        places += lanes
+        for (offset, elements), lane in zip(shapes, lanes[:-1], strict=True):
+            for source, target in zip(lane.tolist(), lanes[-1].tolist(), strict=True):
+                piece = there.bytes[source + offset : source + offset + 8 * elements]
+                want[here.start + target + offset : here.start + target + offset + 8 * elements] = piece
+        at, turn, first = at + len(lanes) * tiles, turn + -(-len(shapes) * tiles // rows), first + tiles
+    table = np.concatenate([np.array(jobs).reshape(-1), *places])
+    pieces = [[there.address + at, here.address + at, elements, i, len(shapes)] for i, (at, elements) in enumerate(shapes)]
+    counts = torch.full((programs,), -1, dtype=torch.int64)
+    tables = torch.tensor(pieces), torch.from_numpy(table)
+    kernel.launch(programs, *tables, 0, len(jobs), counts, Form(16, columns, rows), ahead=ahead)
+    planned = 8 * sum(elements for _, elements in shapes) * sum(tiles_of)
+    return {"differing": int((here.whole != want).sum()), "counted": int(counts.sum()), "planned": planned, "forms": []}
+
+
 def of_zeros(programs: int) -> dict[str, object]:
     """Runs of all lengths and alignments, some next to each other."""
     rng = np.random.default_rng(programs)
@@ -151,6 +183,9 @@ def cases() -> Iterator[tuple[str, dict[str, object]]]:
         yield f"drawn {seed}", of_seed(seed)
     for seed in SEEDS[:4]:
         yield f"packed {seed}", of_detour(seed)
+    for columns in COLUMNS:
+        for ahead in AHEADS:
+            yield f"rounds of {columns}, ahead {ahead}", of_rounds(columns, ahead, 3)
     for programs in PROGRAMS:
         yield f"zeros by {programs}", of_zeros(programs)
 

@@ -27,7 +27,8 @@ from kvferry.strided import Ints, span
 
 UNITS: Final = (16, 4, 2, 1)
 ROWS: Final[Mapping[int, int]] = {8: 256, 128: 16, 1024: 4, 4096: 1}
-"""Elements of a row, the narrowest first, and how many such rows a program has under way at a time."""
+"""Elements of a row, the narrowest first, and how many such rows a program has under way at a time. The widest holds whole
+lines, be its elements bytes."""
 COLUMNS: Final = tuple(ROWS)
 """Few units and few widths of a row: each pair that occurs is a kernel to be compiled, and a launch of each load."""
 LINE: Final = 128
