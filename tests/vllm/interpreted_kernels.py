@@ -9,7 +9,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -38,6 +40,7 @@ PAIRS = [
 PROGRAMS = (1, 3, 32)
 SEEDS = (*range(18), 21, 23, 34, 38, 54)
 """So few that have every form among the even ones, which begin as much ahead as the kernel does."""
+MEASURED = 1 << 16
 AHEADS = (kernel.AHEAD, 3 - kernel.AHEAD)
 
 
@@ -182,6 +185,30 @@ def of_zeros(programs: int) -> dict[str, object]:
     return {"differing": int((region.whole != want).sum()), "counted": 0, "planned": 0, "forms": []}
 
 
+def of_benchmark(script: ModuleType, number: int) -> dict[str, object]:
+    """One of the variants that are compared on a GPU, with a shape of its turn."""
+    variant = script.VARIANTS[number]
+    fitting = [shape for shape in script.SHAPES if shape.length < MEASURED]
+    source = torch.from_numpy(np.random.default_rng(number).integers(0, 256, 2 * MEASURED, np.uint8))
+    scattered = script.Scattered(fitting[number % len(fitting)], source, torch.zeros(MEASURED, dtype=torch.uint8))
+    moves = scattered.moves(variant)
+    launch, counts = script.launching(moves, moves.bind(scattered.places), variant, 3)
+    launch()
+    differing = int((scattered.target != scattered.want).sum())
+    return {"differing": differing, "counted": int(counts.sum()), "planned": scattered.bytes, "forms": []}
+
+
+def benchmark() -> ModuleType:
+    spec = spec_from_file_location("kernels", Path(__file__).parents[2] / "benchmarks" / "kernels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    script.DEVICE = "cpu"
+    return script
+
+
 def cases() -> Iterator[tuple[str, dict[str, object]]]:
     for number, (prefill, decode) in enumerate(PAIRS):
         case = model_case("synthetic-12", prefill, decode)
@@ -194,6 +221,9 @@ def cases() -> Iterator[tuple[str, dict[str, object]]]:
     for columns in COLUMNS:
         for ahead in AHEADS:
             yield f"rounds of {columns}, ahead {ahead}", of_rounds(columns, ahead, 3)
+    script = benchmark()
+    for number, variant in enumerate(script.VARIANTS):
+        yield f"benchmark, {variant.name}", of_benchmark(script, number)
     for programs in PROGRAMS:
         yield f"zeros by {programs}", of_zeros(programs)
 

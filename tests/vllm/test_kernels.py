@@ -58,8 +58,8 @@ def test_every_form_of_the_kernel_has_been_run(found):
     assert run == {(unit, columns) for unit in UNITS for columns in COLUMNS}
 
 
-def test_topologies_drawn_plans_detours_rounds_and_zeros_are_among_the_cases(found):
+def test_topologies_drawn_plans_detours_rounds_benchmarks_and_zeros_are_among_the_cases(found):
     names = [case["case"] for case in found]
     assert len(set(names)) == len(names)
-    for word in (" to ", "drawn ", "packed ", "rounds of ", "zeros ", "by 1", "by 32"):
+    for word in (" to ", "drawn ", "packed ", "rounds of ", "benchmark, ", "zeros ", "by 1", "by 32"):
         assert any(word in name for name in names)
