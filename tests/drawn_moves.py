@@ -17,13 +17,13 @@ from kvferry.manifest import Identity
 from kvferry.manifest.schema import FULL, Group, Region, StatePaged
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.schema import Edge, Grain, Lane, Need, Run, Side
-from kvferry.strategy.moves import Moves
+from kvferry.strategy.moves import COLUMNS, Moves
 
 Choose = Callable[[Sequence[Any]], Any]
 Key = tuple[int, int]
 
 GUARD, PAGE = 64, 64
-PIECE = 2048
+PIECE = COLUMNS[-1]
 FACTORS = {1: ((),), 2: ((2,),), 4: ((4,), (2, 2)), 6: ((6,), (2, 3), (3, 2)), 12: ((12,), (3, 4), (2, 3, 2))}
 """Tiles of a block, and the digits by which lanes may count them."""
 

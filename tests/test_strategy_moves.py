@@ -24,7 +24,7 @@ from kvferry.manifest.schema import FULL, Group, Region, StatePaged
 from kvferry.plan import Binder, Fleet, Plan, Tiles, make_plans
 from kvferry.plan.schema import Edge, Grain, Lane, Need, Run, Side
 from kvferry.strategy import HostMover
-from kvferry.strategy.moves import COLUMNS, FIELDS, UNITS, Bound, Form, Moves, joined
+from kvferry.strategy.moves import COLUMNS, FIELDS, ROWS, UNITS, Bound, Form, Moves, joined
 from test_transfer_properties import cases
 
 DEPTH = settings().max_examples // 100
@@ -130,7 +130,7 @@ def test_tables_keep_what_kernels_rely_on(data: st.DataObject) -> None:
         for launch in bound.launches:
             form, turn = launch.form, 0
             assert form in moves.forms
-            assert form.rows * form.columns == COLUMNS[-1]
+            assert form.rows == ROWS[form.columns]
             jobs = bound.table[launch.at : launch.at + launch.jobs * FIELDS].reshape(-1, FIELDS)
             for first, count, tiles, places, told in jobs.tolist():
                 assert told == turn
@@ -189,13 +189,13 @@ def test_every_unit_and_every_width_moves_its_bytes(unit, columns):
     page = -(-sum(lengths) // 16) * 16 + unit
     page += -page % unit
     runs = [Run(0, 0, 0, 0, lengths[0], (), 0, 0), Run(0, lengths[0], 0, lengths[0], lengths[1], (), 0, 0)]
-    blocks = 2 * (COLUMNS[-1] // columns) + 3
+    blocks = 2 * ROWS[columns] + 3
     order = np.random.default_rng(1).permutation(blocks)
     plan = plain(runs, [Lane(page, ())], blocks, blocks * page)
     made = made_of(plan, tiles_at(range(blocks), order.tolist()), shift=0 if unit == 16 else unit)
     want = made.expected(0)
     moves = made.moves(0)
-    assert moves.forms == (Form(unit, columns, COLUMNS[-1] // columns),)
+    assert moves.forms == (Form(unit, columns, ROWS[columns]),)
     assert moved(moves, made.tiles).bytes == blocks * sum(lengths)
     assert np.array_equal(made.here[0].whole, want[0])
 
@@ -213,6 +213,44 @@ def test_a_run_longer_than_a_piece_is_cut(unit, extra):
     assert len(moves.pieces) == 3 + bool(extra)
     assert moved(moves, made.tiles).runs == 2
     assert np.array_equal(made.here[0].whole, want[0])
+
+
+@settings(max_examples=60 * DEPTH)
+@given(
+    st.sampled_from(UNITS), st.integers(1, 400), st.integers(-40, 40), st.sampled_from([{4: 2, 128: 1}, {8: 1, 256: 3}, ROWS])
+)
+def test_runs_are_cut_evenly_at_lines_into_as_few_pieces_as_can_be(unit, full, extra, other):
+    """Beside a run that is not cut: neither takes from the other. Pieces differ by a line, which is 128 bytes, and the last one
+    by what its line lacks."""
+    rows = other or ROWS
+    most = min(unit, 8) * max(rows)
+    length = max(full * most + extra * unit, unit)
+    page = 4 * length + (unit if unit < 16 else 0)
+    runs = [Run(0, 0, 0, 0, length, (), 0, 0), Run(0, 2 * length, 0, 2 * length, unit, (), 0, 0)]
+    moves = Moves(plain(runs, [Lane(page, ())], 1, page), 0, lambda i: 1 << 20, lambda i: 1 << 40, rows)
+    (form,) = {form for form in moves.forms if form.columns == max(f.columns for f in moves.forms)}
+    assert form.rows == rows[form.columns]
+    src, dst, elements = moves.pieces[np.argsort(moves.pieces[:, 0])][:-1, :3].T
+    assert np.array_equal(src - (1 << 20), dst - (1 << 40))
+    size = elements * form.width
+    assert src.tolist() == [(1 << 20) + int(size[:i].sum()) for i in range(len(size))]
+    assert size.sum() == length
+    assert len(size) == -(-length // most)
+    assert size.min() > 0
+    assert size.max() <= most
+    if len(size) > 1:
+        assert size.max() - size.min() < 2 * 128
+        assert not (src % 128).any()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("over", [1, 2, 100])
+def test_a_run_that_is_cut_needs_one_form(unit, over):
+    """A rest of its own length would need another, which is another kernel and another launch."""
+    length = min(unit, 8) * COLUMNS[-1] + over * unit
+    page = length + (unit if unit < 16 else 0)
+    plan = plain([Run(0, 0, 0, 0, length, (), 0, 0)], [Lane(page + -page % unit, ())], 1, page)
+    assert Moves(plan, 0, lambda i: 0, lambda i: 0).forms == (Form(unit, COLUMNS[-1], ROWS[COLUMNS[-1]]),)
 
 
 @pytest.mark.parametrize("shift", [0, 1])

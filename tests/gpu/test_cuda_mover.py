@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvferry.errors import TransportError
-from kvferry.strategy.moves import COLUMNS, FIELDS, UNITS, Bound, Form, Launch
+from kvferry.strategy.moves import COLUMNS, FIELDS, ROWS, UNITS, Bound, Form, Launch
 from kvferry.transport import Storage
 
 BYTES = 64 << 20
@@ -57,7 +57,7 @@ def wait(ticket: Any) -> Any:
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_every_form_copies_what_plain_copies_do(mover: Any, peer: Any, unit: int, columns: int) -> None:
     address, theirs = peer
-    form = Form(unit, columns, COLUMNS[-1] // columns)
+    form = Form(unit, columns, ROWS[columns])
     chosen = np.random.default_rng(columns * unit)
     length = columns * form.width - (unit if unit < columns * form.width else 0)
     page = -(-columns * form.width // 16) * 16 + 64
@@ -96,9 +96,9 @@ def test_a_launch_that_writes_no_count_moves_nothing(mover: Any, peer: Any) -> N
     here = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
     pieces = torch.from_numpy(np.array([[address, here.data_ptr(), 8, 0, 1]], np.int64)).cuda()
     table = np.concatenate([np.array([0, 1, 1, FIELDS, 0]), [0], [0]]).astype(np.int64)
-    full = Bound(table, (Launch(Form(16, COLUMNS[0], COLUMNS[-1] // COLUMNS[0]), 0, 1),), 64, 1)
+    full = Bound(table, (Launch(Form(16, COLUMNS[0], ROWS[COLUMNS[0]]), 0, 1),), 64, 1)
     assert wait(mover.start(pieces, full)).moved == 64
-    none = Bound(table, (Launch(Form(16, COLUMNS[0], COLUMNS[-1] // COLUMNS[0]), 0, 0),), 64, 1)
+    none = Bound(table, (Launch(Form(16, COLUMNS[0], ROWS[COLUMNS[0]]), 0, 0),), 64, 1)
     assert wait(mover.start(pieces, none)).moved == 0
 
 

@@ -9,7 +9,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from drawn_moves import Guarded, drawn, seeded
 from kvferry.plan import Binder, Fleet, make_plans
 from kvferry.plan.detour import Pieces, packed, tiles_here, tiles_there
 from kvferry.strategy import kernel
-from kvferry.strategy.moves import Bound, Moves
+from kvferry.strategy.moves import COLUMNS, FIELDS, ROWS, Bound, Form, Moves
 from transport_peer import allocated
 from transport_suite import Case, model_case
 
@@ -36,18 +38,25 @@ PAIRS = [
     ("pp=2", "tp=2"),
 ]
 PROGRAMS = (1, 3, 32)
-SEEDS = range(32)
+SEEDS = (*range(8), 11, 12, 14, 16, 21, 23, 34, 38, 54)
+"""So few that have every form among the even ones, which begin as much ahead as the kernel does."""
+MEASURED = 1 << 16
+AHEADS = (kernel.AHEAD, 3 - kernel.AHEAD)
 
 
-def launched(moves: Moves, bound: Bound, programs: int) -> int:
+def launched(moves: Moves, bound: Bound, programs: int, ahead: int = kernel.AHEAD) -> int:
     """One load by so many programs; bytes, as the kernels counted them."""
     pieces, table = torch.from_numpy(moves.pieces), torch.from_numpy(bound.table)
     moved = 0
     for launch in bound.launches:
         counts = torch.full((programs,), -1, dtype=torch.int64)
-        kernel.launch(programs, pieces, table, launch.at, launch.jobs, counts, launch.form)
+        kernel.launch(programs, pieces, table, launch.at, launch.jobs, counts, launch.form, ahead=ahead)
         moved += int(counts.sum())
     return moved
+
+
+def forms_of(bound: Bound) -> set[tuple[int, int]]:
+    return {(launch.form.unit, launch.form.columns) for launch in bound.launches}
 
 
 def of_model(case: Case, programs: int) -> dict[str, object]:
@@ -75,9 +84,10 @@ def of_model(case: Case, programs: int) -> dict[str, object]:
                 lambda i, of=source: of.manifest.regions[i].address,  # type: ignore[misc]
                 lambda i, of=guarded: of[i].address,  # type: ignore[misc]
             )
-            counted += launched(moves, moves.bind(tiles), programs)
+            bound = moves.bind(tiles)
+            counted += launched(moves, bound, programs)
             planned += copies.bytes
-            forms |= {(form.unit, form.columns) for form in moves.forms}
+            forms |= forms_of(bound)
         differing += sum(int((region.whole != w).sum()) for region, w in zip(guarded, want, strict=True))
     return {"differing": differing, "counted": counted, "planned": planned, "forms": sorted(forms)}
 
@@ -91,9 +101,10 @@ def of_seed(seed: int) -> dict[str, object]:
         read.append(source)
         want = made.expected(*read)
         moves = made.moves(source)
-        counted += launched(moves, moves.bind(made.tiles), programs)
+        bound = moves.bind(made.tiles)
+        counted += launched(moves, bound, programs, AHEADS[seed % 2])
         planned += made.bytes(source)
-        forms |= {(form.unit, form.columns) for form in moves.forms}
+        forms |= forms_of(bound)
         differing += sum(int((region.whole != w).sum()) for region, w in zip(made.here, want, strict=True))
     return {"differing": differing, "counted": counted, "planned": planned, "forms": sorted(forms)}
 
@@ -118,13 +129,45 @@ def of_detour(seed: int) -> dict[str, object]:
         while not pieces.over:
             piece = pieces.take(0, room)
             slot = (slot + 1) % 3
-            launched(ways[0], ways[0].bind(tiles_there(piece, detour.parts, made.tiles), dst_shift=slot * room), programs)
+            into = ways[0].bind(tiles_there(piece, detour.parts, made.tiles), dst_shift=slot * room)
+            launched(ways[0], into, programs)
             out = ways[1].bind(tiles_here(piece, detour.parts, made.tiles), src_shift=slot * room)
             counted += launched(ways[1], out, programs)
+            forms |= forms_of(into) | forms_of(out)
         planned += made.bytes(source)
-        forms |= {(form.unit, form.columns) for way in ways for form in way.forms}
         differing += sum(int((region.whole != w).sum()) for region, w in zip(made.here, want, strict=True))
     return {"differing": differing, "counted": counted, "planned": planned, "forms": sorted(forms)}
+
+
+def of_rounds(columns: int, ahead: int, programs: int) -> dict[str, object]:
+    """Jobs that begin where the last one ended, and whose items just fill a round, or all programs' rounds, or just do not, or
+    need another: two pieces, one of them short, each of a source lane of its own, at tiles in no order."""
+    rows, page = ROWS[columns], 16 * columns
+    full = programs * rows
+    tiles_of = sorted({1, rows // 2 or 1, rows // 2 + 1, full // 2, full // 2 + 1, full, 2 * full + 1})
+    rng = np.random.default_rng(columns)
+    there, here = (Guarded(sum(tiles_of) * page, 0, (columns, side)) for side in range(2))
+    want = here.whole.copy()
+    shapes = ((0, columns), (8 * columns, columns - 4))
+    jobs: list[tuple[int, ...]] = []
+    places: list[np.ndarray] = []
+    at, turn, first = len(tiles_of) * FIELDS, 0, 0
+    for tiles in tiles_of:
+        jobs.append((0, len(shapes), tiles, at, turn))
+        lanes = [(rng.permutation(tiles) + first) * page for _ in range(len(shapes) + 1)]
+        places += lanes
+        for (offset, elements), lane in zip(shapes, lanes[:-1], strict=True):
+            for source, target in zip(lane.tolist(), lanes[-1].tolist(), strict=True):
+                piece = there.bytes[source + offset : source + offset + 8 * elements]
+                want[here.start + target + offset : here.start + target + offset + 8 * elements] = piece
+        at, turn, first = at + len(lanes) * tiles, turn + -(-len(shapes) * tiles // rows), first + tiles
+    table = np.concatenate([np.array(jobs).reshape(-1), *places])
+    pieces = [[there.address + at, here.address + at, elements, i, len(shapes)] for i, (at, elements) in enumerate(shapes)]
+    counts = torch.full((programs,), -1, dtype=torch.int64)
+    tables = torch.tensor(pieces), torch.from_numpy(table)
+    kernel.launch(programs, *tables, 0, len(jobs), counts, Form(16, columns, rows), ahead=ahead)
+    planned = 8 * sum(elements for _, elements in shapes) * sum(tiles_of)
+    return {"differing": int((here.whole != want).sum()), "counted": int(counts.sum()), "planned": planned, "forms": []}
 
 
 def of_zeros(programs: int) -> dict[str, object]:
@@ -142,6 +185,30 @@ def of_zeros(programs: int) -> dict[str, object]:
     return {"differing": int((region.whole != want).sum()), "counted": 0, "planned": 0, "forms": []}
 
 
+def of_benchmark(script: ModuleType, number: int) -> dict[str, object]:
+    """One of the variants that are compared on a GPU, with a shape of its turn."""
+    variant = script.VARIANTS[number]
+    fitting = [shape for shape in script.SHAPES if shape.length < MEASURED]
+    source = torch.from_numpy(np.random.default_rng(number).integers(0, 256, 2 * MEASURED, np.uint8))
+    scattered = script.Scattered(fitting[number % len(fitting)], source, torch.zeros(MEASURED, dtype=torch.uint8))
+    moves = scattered.moves(variant)
+    launch, counts = script.launching(moves, moves.bind(scattered.places), variant, 3)
+    launch()
+    differing = int((scattered.target != scattered.want).sum())
+    return {"differing": differing, "counted": int(counts.sum()), "planned": scattered.bytes, "forms": []}
+
+
+def benchmark() -> ModuleType:
+    spec = spec_from_file_location("kernels", Path(__file__).parents[2] / "benchmarks" / "kernels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    script.DEVICE = "cpu"
+    return script
+
+
 def cases() -> Iterator[tuple[str, dict[str, object]]]:
     for number, (prefill, decode) in enumerate(PAIRS):
         case = model_case("synthetic-12", prefill, decode)
@@ -151,6 +218,12 @@ def cases() -> Iterator[tuple[str, dict[str, object]]]:
         yield f"drawn {seed}", of_seed(seed)
     for seed in SEEDS[:4]:
         yield f"packed {seed}", of_detour(seed)
+    for columns in COLUMNS:
+        for ahead in AHEADS:
+            yield f"rounds of {columns}, ahead {ahead}", of_rounds(columns, ahead, 3)
+    script = benchmark()
+    for number, variant in enumerate(script.VARIANTS):
+        yield f"benchmark, {variant.name}", of_benchmark(script, number)
     for programs in PROGRAMS:
         yield f"zeros by {programs}", of_zeros(programs)
 

@@ -21,7 +21,7 @@ import torch
 from kvferry.errors import TransportError
 from kvferry.strategy import kernel
 from kvferry.strategy.movers import Opened, Over, Ticket
-from kvferry.strategy.moves import COLUMNS, UNITS, Bound, Form, Moves
+from kvferry.strategy.moves import COLUMNS, ROWS, UNITS, Bound, Form, Moves
 from kvferry.strided import Ints
 from kvferry.transport import Storage
 
@@ -178,7 +178,7 @@ class CudaMover:
         self._free = {room: self._slots(room, count) for room, count in _READY.items()}
         self._warmed: set[Form] = set()
         for columns in COLUMNS:
-            self._warm(Form(UNITS[0], columns, COLUMNS[-1] // columns))
+            self._warm(Form(UNITS[0], columns, ROWS[columns]))
         self._zero(torch.zeros(2, dtype=torch.int64, device=self._device), 0)
         self._stream.synchronize()
 

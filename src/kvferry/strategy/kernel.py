@@ -2,6 +2,9 @@
 
 Addresses come as numbers, since the memory may be another process's. Every program walks all jobs of its launch and takes
 its share of each, so that a few programs can be told to do the work and the rest of the device is left to the engine.
+
+A program's share of a job is round after round of a form's rows. What bounds it is waiting: for a piece, for the places of its
+tile, for the bytes. So it looks up where the next round goes while this one's bytes are under way, and these are many.
 """
 
 from __future__ import annotations
@@ -15,9 +18,42 @@ from kvferry.strategy import moves
 from kvferry.strategy.moves import Form
 
 WARPS: Final = 8
+AHEAD: Final = 1
+"""What is begun of the next round before a round is stored. 1: its addresses are looked up; 2: its bytes are fetched, too."""
 FIELDS: Final = tl.constexpr(moves.FIELDS)
 KINDS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """Elements of so many bytes."""
+
+
+@triton.jit
+def placed(pieces, table, first, count, tiles, places, item):
+    """Source, destination and length of items; none of an item beyond the last, which is looked up like the last."""
+    known = tl.minimum(item, count * tiles - 1)
+    tile = known // count
+    piece = pieces + (first + known - tile * count) * FIELDS
+    src = tl.load(piece) + tl.load(table + places + tl.load(piece + 3) * tiles + tile)
+    dst = tl.load(piece + 1) + tl.load(table + places + tl.load(piece + 4) * tiles + tile)
+    return src, dst, tl.where(item == known, tl.load(piece + 2), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _elements(address, length, columns, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
+    """Pointers, and which of them are inside. The compiler is told how pointers are aligned, and that whole units are inside:
+    of numbers that become pointers it would not know, and 16 bytes would be two accesses."""
+    pointers = tl.multiple_of(address.to(tl.pointer_type(KIND)), UNIT)[:, None] + columns[None, :]
+    return pointers, (columns // (UNIT // WIDTH))[None, :] < (length // (UNIT // WIDTH))[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fetched(address, length, columns, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
+    pointers, inside = _elements(address, length, columns, KIND, UNIT, WIDTH)
+    return tl.load(pointers, inside, eviction_policy="evict_first")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def stored(address, length, columns, data, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
+    pointers, inside = _elements(address, length, columns, KIND, UNIT, WIDTH)
+    tl.store(pointers, data, inside)
 
 
 @triton.jit(do_not_specialize=["at", "jobs"])  # type: ignore[untyped-decorator]
@@ -32,6 +68,7 @@ def move(
     WIDTH: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
+    AHEAD: tl.constexpr,  # noqa: N803
 ):
     """Copies, for `jobs` rows of the load's table from `at` on, every piece at every tile; says how many bytes it moved."""
     program = tl.program_id(0).to(tl.int64)
@@ -39,6 +76,7 @@ def move(
     rows = tl.arange(0, ROWS).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     elements = tl.zeros((ROWS,), tl.int64)
+    step = programs * ROWS
     for j in range(jobs):
         job = table + at + j * FIELDS
         first = tl.load(job)
@@ -47,19 +85,26 @@ def move(
         places = tl.load(job + 3)
         turn = tl.load(job + 4) % programs
         items = count * tiles
-        for start in range(((program + programs - turn) % programs) * ROWS, items, programs * ROWS):
-            item = start + rows
-            there = item < items
-            tile = item // count
-            piece = pieces + (first + item - tile * count) * FIELDS
-            src = tl.load(piece, there, 0) + tl.load(table + places + tl.load(piece + 3, there, 0) * tiles + tile, there, 0)
-            dst = tl.load(piece + 1, there, 0) + tl.load(table + places + tl.load(piece + 4, there, 0) * tiles + tile, there, 0)
-            length = tl.multiple_of(tl.load(piece + 2, there, 0), UNIT // WIDTH)
-            inside = columns[None, :] < length[:, None]
-            source = tl.multiple_of(src, UNIT).to(tl.pointer_type(KIND))[:, None] + columns[None, :]
-            target = tl.multiple_of(dst, UNIT).to(tl.pointer_type(KIND))[:, None] + columns[None, :]
-            tl.store(target, tl.load(source, inside, eviction_policy="evict_first"), inside)
-            elements += length
+        begin = ((program + programs - turn) % programs) * ROWS
+        if begin < items:
+            src, dst, length = placed(pieces, table, first, count, tiles, places, begin + rows)
+            if AHEAD == 1:
+                for start in range(begin, items, step):
+                    data = fetched(src, length, columns, KIND, UNIT, WIDTH)
+                    src, next_dst, next_length = placed(pieces, table, first, count, tiles, places, start + step + rows)
+                    stored(dst, length, columns, data, KIND, UNIT, WIDTH)
+                    elements += length
+                    dst, length = next_dst, next_length
+            else:
+                data = fetched(src, length, columns, KIND, UNIT, WIDTH)
+                src, next_dst, next_length = placed(pieces, table, first, count, tiles, places, begin + step + rows)
+                for start in range(begin, items, step):
+                    next_data = fetched(src, next_length, columns, KIND, UNIT, WIDTH)
+                    src, far_dst, far_length = placed(pieces, table, first, count, tiles, places, start + 2 * step + rows)
+                    stored(dst, length, columns, data, KIND, UNIT, WIDTH)
+                    elements += length
+                    data, dst, length = next_data, next_dst, next_length
+                    next_dst, next_length = far_dst, far_length
     tl.store(moved + program, tl.sum(elements, 0) * WIDTH)
 
 
@@ -74,9 +119,20 @@ def zero(table, runs, COLUMNS: tl.constexpr):  # noqa: N803
             tl.store(target + start + columns, tl.zeros((COLUMNS,), tl.int8), start + columns < length)
 
 
-def launch(programs: int, pieces: Any, table: Any, at: int, jobs: int, moved: Any, form: Form) -> None:
+def launch(
+    programs: int,
+    pieces: Any,
+    table: Any,
+    at: int,
+    jobs: int,
+    moved: Any,
+    form: Form,
+    warps: int = WARPS,
+    ahead: int = AHEAD,
+) -> None:
     """Moves of one form by so many programs; `moved` gets the bytes that each of them moved."""
     move[(programs,)](
         pieces, table, at, jobs, moved,
-        KIND=KINDS[form.width], UNIT=form.unit, WIDTH=form.width, COLUMNS=form.columns, ROWS=form.rows, num_warps=WARPS,
+        KIND=KINDS[form.width], UNIT=form.unit, WIDTH=form.width, COLUMNS=form.columns, ROWS=form.rows, AHEAD=ahead,
+        num_warps=warps,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
     item = (piece, tile):   address = piece's address + place of the tile in the piece's lane, on either side
 
-Pieces are runs of one tile, cut to at most 2,048 elements; their addresses are absolute. A lane's places are the offsets of a
-load's tiles. So a load uploads its tiles, once for each lane, and never its runs. Pure arithmetic: knows no device.
+Pieces are runs of one tile, cut evenly where they are longer than the widest row; their addresses are absolute. A lane's places
+are the offsets of a load's tiles. So a load uploads its tiles, once for each lane, and never its runs. Pure arithmetic: knows
+no device.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from kvferry.plan.tiles import travelled
 from kvferry.strided import Ints, span
 
 UNITS: Final = (16, 4, 2, 1)
-COLUMNS: Final = (8, 128, 2048)
+ROWS: Final[Mapping[int, int]] = {8: 256, 128: 16, 1024: 4, 4096: 1}
+"""Elements of a row, the narrowest first, and how many such rows a program has under way at a time. The widest holds whole
+lines, be its elements bytes."""
+COLUMNS: Final = tuple(ROWS)
 """Few units and few widths of a row: each pair that occurs is a kernel to be compiled, and a launch of each load."""
+LINE: Final = 128
+"""Bytes at whose multiples runs are cut: a line of the device's cache, which two programs would write in turns."""
 FIELDS: Final = 5
 """Columns of both tables. Pieces: source, destination, length in elements, source lane, destination lane. Jobs: first piece,
 pieces, tiles, first place, turn."""
@@ -87,7 +93,7 @@ class Bound:
 class Moves:
     """Everything that a plan reads from one source; `src` and `dst` say where a region begins in this process."""
 
-    def __init__(self, plan: Plan, source: int, src: Base, dst: Base) -> None:
+    def __init__(self, plan: Plan, source: int, src: Base, dst: Base, rows: Mapping[int, int] = ROWS) -> None:
         self._lanes = plan.lanes
         self._jobs: list[_Job] = []
         self._tile: dict[Key, tuple[int, int]] = {}
@@ -98,7 +104,7 @@ class Moves:
             for side, number in enumerate(("source", "destination")):
                 _inside(columns, side, blocks[side], plan.lanes, [r.length for r in regions[side]], number)
             moved = 0
-            for form, src_lanes, dst_lanes, table in _pieces(columns, plan.lanes, src, dst):
+            for form, src_lanes, dst_lanes, table in _pieces(columns, plan.lanes, src, dst, rows):
                 moved += int(table[:, 2].sum()) * form.width
                 self._jobs.append(_Job(key, form, first, len(table), src_lanes, dst_lanes))
                 tables.append(table)
@@ -187,7 +193,7 @@ def _inside(columns: Columns, side: int, blocks: int, lanes: Sequence[Lane], len
 
 
 def _pieces(
-    columns: Columns, lanes: Sequence[Lane], src: Base, dst: Base
+    columns: Columns, lanes: Sequence[Lane], src: Base, dst: Base, rows: Mapping[int, int]
 ) -> Iterator[tuple[Form, tuple[int, ...], tuple[int, ...], Ints]]:
     """The pieces of a grain by form, with the lanes that their last two columns number: those of the source first."""
     there, here = _based(columns.src_region, columns.src_offset, src), _based(columns.dst_region, columns.dst_offset, dst)
@@ -195,21 +201,29 @@ def _pieces(
     steps = strides[columns.src_lane], strides[columns.dst_lane]
     aligned = np.gcd.reduce([np.full_like(there, UNITS[0]), there, here, columns.length, *steps])
     unit = np.select([aligned % one == 0 for one in UNITS], UNITS)
-    most = np.minimum(unit, 8) * COLUMNS[-1]
-    counts = -(-columns.length // most)
-    run = np.repeat(np.arange(len(columns)), counts)
-    step = (np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)) * most[run]
-    length = np.minimum(columns.length[run] - step, most[run])
+    run, step, length = _cut(columns.length, np.minimum(unit, 8) * max(rows))
     there, here, unit = there[run] + step, here[run] + step, unit[run]
     src_lane, dst_lane = columns.src_lane[run], columns.dst_lane[run]
-    wide = np.array(COLUMNS)[np.searchsorted(COLUMNS, length // np.minimum(unit, 8))]
+    widths = np.array(sorted(rows))
+    wide = widths[np.searchsorted(widths, length // np.minimum(unit, 8))]
     for one, columns_of in np.unique(np.stack([unit, wide], axis=1), axis=0).tolist():
         of = np.flatnonzero((unit == one) & (wide == columns_of))
-        form = Form(one, columns_of, COLUMNS[-1] // columns_of)
+        form = Form(one, columns_of, rows[columns_of])
         src_lanes, theirs = np.unique(src_lane[of], return_inverse=True)
         dst_lanes, ours = np.unique(dst_lane[of], return_inverse=True)
         table = np.stack([there[of], here[of], length[of] // form.width, theirs, ours + len(src_lanes)], axis=1)
         yield form, tuple(src_lanes.tolist()), tuple(dst_lanes.tolist()), table
+
+
+def _cut(length: Ints, most: Ints) -> tuple[Ints, Ints, Ints]:
+    """Runs in as few pieces of at most so many bytes as can be, as even as whole lines are: of every piece its run, where it
+    begins there, and its length."""
+    lines, counts = -(-length // LINE), -(-length // most)
+    run = np.repeat(np.arange(len(length)), counts)
+    number = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = number * lines[run] // counts[run] * LINE
+    stop = np.minimum((number + 1) * lines[run] // counts[run] * LINE, length[run])
+    return run, start, stop - start
 
 
 def _based(region: Ints, offset: Ints, base: Base) -> Ints:
