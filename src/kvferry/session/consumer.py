@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -29,6 +30,10 @@ class PeerKey:
     address: str
     engine: str
     incarnation: str
+
+    def __hash__(self) -> int:
+        """Few are known, and they are looked up for every request; a start's name is random."""
+        return hash(self.incarnation)
 
     def __str__(self) -> str:
         """Names come from others."""
@@ -293,4 +298,8 @@ class Consumer(Generic[T]):
 
 
 def key_of(reference: Reference) -> PeerKey:
-    return PeerKey(reference.address, reference.engine, reference.incarnation)
+    """The same object for all references of a producer, so that it is found where it is looked up without a comparison."""
+    return _key(reference.address, reference.engine, reference.incarnation)
+
+
+_key = lru_cache(maxsize=1024)(PeerKey)
