@@ -115,6 +115,7 @@ class Consumer(Generic[T]):
 
     def __init__(self, hello: Hello, retry_s: float = 5.0, renew_s: float = 5.0, most: int = 256, asking: int = 32) -> None:
         self._hello, self._retry_s, self._renew_s, self._most = hello, retry_s, renew_s, most
+        self._reader = f"{hello.engine}@{hello.incarnation}"[:256]
         self._asking, self._unproven = asking, max(1, asking - asking // 4)
         self._peers: dict[PeerKey, _Peer[T]] = {}
         self._addresses: dict[str, _Address] = {}
@@ -210,9 +211,12 @@ class Consumer(Generic[T]):
 
     def hold(self, request: str, reference: Reference, now: float) -> None:
         """Keep the lease alive until `release`."""
-        leases = self._leases.setdefault(key_of(reference), _Leases(now))
-        leases.held.setdefault(reference.lease, set()).add(request)
-        leases.parting.pop(reference.lease, None)
+        key, lease = key_of(reference), reference.lease
+        leases = self._leases.get(key)
+        if leases is None:
+            leases = self._leases[key] = _Leases(now)
+        leases.held.setdefault(lease, set()).add(request)
+        leases.parting.pop(lease, None)
 
     def release(self, request: str, reference: Reference, note: str, until: float = -math.inf) -> None:
         """The request needs its lease no more; the producer hears of it once, when no other request here does. Another may
@@ -236,8 +240,7 @@ class Consumer(Generic[T]):
         leases.parting.pop(lease, None)
         if not leases.held:
             del self._leases[key]
-        reader = f"{self._hello.engine}@{self._hello.incarnation}"[:256]
-        self._words.append(Word(key.address, Release(key.incarnation, lease, reader, note[:256])))
+        self._words.append(Word(key.address, Release(key.incarnation, lease, self._reader, note[:256])))
 
     def part(self, now: float) -> None:
         """Say of leases that nobody came for that they are over; called often."""

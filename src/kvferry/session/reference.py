@@ -163,7 +163,7 @@ def from_params(params: object, secret: bytes = b"", most: int = MAX_TOKENS) -> 
         raise BadReferenceError(
             "the reference is not as it was given out, or under another key; routers must relay kv_transfer_params as they are"
         )
-    _check_address(found.address, bool(secret))
+    _check_address(found.address, secret)
     return found
 
 
@@ -186,16 +186,14 @@ def _sealed(said: object, wanted: str) -> bool:
     return isinstance(said, str) and hmac.compare_digest(said.encode("utf-8", "surrogatepass"), wanted.encode())
 
 
-@lru_cache(maxsize=1024)
-def _check_address(address: str, has_secret: bool) -> None:
-    """Remembered of those that are in order: a consumer reads from few producers."""
+def _check_address(address: str, secret: bytes) -> None:
     try:
         host, port = split_address(address)
     except SessionError as error:
         raise BadReferenceError(f"the reference is damaged: {error}") from None
     if not port:
         raise BadReferenceError(f"the reference is damaged: nobody can listen at {address}")
-    if not has_secret and not is_loopback(host):
+    if not secret and not is_loopback(host):
         raise BadReferenceError(
             f"the reference names {host}, and without a key none is believed that leads beyond this machine: "
             f"set key_file to the same file on both sides"
