@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import random
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import BadReferenceError
 from kvferry.session import Lease, Reference, digest, from_params, to_params
+from kvferry.session import reference as reference_module
 from kvferry.session.reference import MAX_GROUPS
 
 GOOD = Reference(
@@ -281,6 +283,73 @@ def test_each_field_changes_the_digest_and_none_runs_into_the_next():
 def test_a_digest_is_the_same_in_every_process_and_for_every_kind_of_sequence():
     assert digest([1, 2, 3]) == digest((1, 2, 3)) == digest(range(1, 4))
     assert digest([1, 2, 3], adapter="lora", media=[("image", 1)], salt="s") == "5d810a232bfd61c2b2497b856bf6a720"
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 64) - 1), max_size=90), st.integers(0, 90))
+def test_the_digest_of_a_beginning_is_that_of_the_beginning_alone(tokens, count):
+    assert digest(tokens, count=count, salt="s") == digest(tokens[:count], salt="s")
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, (1 << 16) - 1, 1 << 16])
+@pytest.mark.parametrize("beyond", [0, 1, 2, 64, 65, 1000])
+def test_a_beginning_has_its_digest_whatever_its_length(count, beyond):
+    tokens = [number * 7919 % 130_000 for number in range(count + beyond)]
+    assert digest(tokens, count=count) == digest(tuple(tokens[:count]))
+
+
+def test_seals_and_digests_are_the_same_in_every_version():
+    assert to_params(GOOD)["seal"] == "e103d70594f6550d182c7a85673a632c"
+    assert to_params(GOOD, b"the cluster's")["seal"] == "86cac518eea008245530093bf501854b"
+    tokens = [*range(300), 1 << 16, 1 << 32]
+    assert digest(tokens, adapter="lora", media=[("image", 1)], salt="s") == "93a1788b1399471c6fcb1c7db4990206"
+
+
+def test_nothing_is_hashed_in_pieces_for_which_python_lets_go_of_its_lock(monkeypatch):
+    fed: list[int] = []
+
+    class Heard:
+        def __init__(self, state: Any) -> None:
+            self._state = state
+
+        def copy(self) -> Heard:
+            return Heard(self._state.copy())
+
+        def update(self, data: bytes) -> None:
+            fed.append(len(data))
+            self._state.update(data)
+
+        def hexdigest(self) -> str:
+            return self._state.hexdigest()
+
+    keyed = reference_module._keyed
+    blake2b = hashlib.blake2b
+    monkeypatch.setattr(reference_module, "_keyed", lambda secret: Heard(keyed(secret)))
+    monkeypatch.setattr(reference_module.hashlib, "blake2b", lambda *data, **kinds: Heard(blake2b(*data, **kinds)))
+    tokens = [100_000 + number for number in range(5000)]
+    digest(tokens, count=4999, salt="s" * 5000, media=[("m" * 300, place) for place in range(20)])
+    digest(tokens)
+    whole = sum(fed)
+    from_params(to_params(msgspec.structs.replace(GOOD, blocks={"0": tokens})))
+    assert whole > 2 * 5 * 4999 + 5000 + 20 * 300
+    assert sum(fed) - whole > 2 * 6 * 5000
+    assert max(fed) <= 2047
+
+
+def test_an_address_beyond_this_machine_is_believed_with_a_key_only_however_often_it_was_read():
+    secret = b"the cluster's"
+    far = msgspec.structs.replace(GOOD, address="10.1.2.3:7000")
+    for _ in range(2):
+        assert from_params(to_params(far, secret), secret) == far
+        with pytest.raises(BadReferenceError, match="leads beyond this machine"):
+            from_params(to_params(far))
+        assert from_params(to_params(GOOD)) == from_params(to_params(GOOD, secret), secret) == GOOD
+
+
+def test_an_address_that_nobody_can_listen_at_is_refused_each_time():
+    for _ in range(2):
+        for at in ("127.0.0.1:0", "127.0.0.1:65536"):
+            with pytest.raises(BadReferenceError, match=r"the reference is damaged: .*127"):
+                from_params(to_params(msgspec.structs.replace(GOOD, address=at)))
 
 
 def test_with_a_key_a_reference_that_others_made_is_refused():

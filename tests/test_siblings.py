@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvferry.engines.vllm.siblings import Siblings, family_of, prompt_of
 from kvferry.errors import SessionError
@@ -39,6 +42,17 @@ def test_names_say_what_came_together(request_id: str, family: str, prompt: str)
     assert prompt_of(request_id) == prompt
 
 
+@given(st.text(st.sampled_from("0123456789abcdefz_-\n٣"), max_size=24))
+@example("3_")
+@example("3_-1")
+@example("1_2_x-12345678-12345678")
+@example("x_12345678")
+@example("x-1-2-abcdef12-abcdef12")
+def test_a_family_is_the_shortest_name_that_parts_and_answers_can_be_made_of(request_id: str) -> None:
+    named = re.fullmatch(r"(?:\d+_)?(?P<base>.+?)(?:[-_]\d+)?(?:-[0-9a-f]{8})?", request_id, re.DOTALL)
+    assert family_of(request_id) == (named["base"] if named else request_id)
+
+
 class TestSiblings:
     def test_a_part_is_found_by_who_knows_the_lease_of_another(self) -> None:
         siblings = Siblings()
@@ -64,6 +78,16 @@ class TestSiblings:
         siblings.ended(other.lease)
         siblings.ended(other.lease)
         assert siblings.find(one.lease, "other") is None
+        assert not siblings._by_lease
+
+    def test_a_prompt_that_was_published_again_stands_when_the_earlier_lease_ends(self) -> None:
+        siblings = Siblings()
+        one, again = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "one", 2)
+        siblings.published(one, ())
+        siblings.published(again, ())
+        siblings.ended(one.lease)
+        assert siblings.find(one.lease, "one") == again
+        siblings.ended(again.lease)
         assert not siblings._by_lease
 
     def test_one_lease_does_for_all_answers_and_for_parts_that_were_awaited(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -29,6 +30,10 @@ class PeerKey:
     address: str
     engine: str
     incarnation: str
+
+    def __hash__(self) -> int:
+        """Few are known, and they are looked up for every request; a start's name is random."""
+        return hash(self.incarnation)
 
     def __str__(self) -> str:
         """Names come from others."""
@@ -110,6 +115,7 @@ class Consumer(Generic[T]):
 
     def __init__(self, hello: Hello, retry_s: float = 5.0, renew_s: float = 5.0, most: int = 256, asking: int = 32) -> None:
         self._hello, self._retry_s, self._renew_s, self._most = hello, retry_s, renew_s, most
+        self._reader = f"{hello.engine}@{hello.incarnation}"[:256]
         self._asking, self._unproven = asking, max(1, asking - asking // 4)
         self._peers: dict[PeerKey, _Peer[T]] = {}
         self._addresses: dict[str, _Address] = {}
@@ -205,9 +211,12 @@ class Consumer(Generic[T]):
 
     def hold(self, request: str, reference: Reference, now: float) -> None:
         """Keep the lease alive until `release`."""
-        leases = self._leases.setdefault(key_of(reference), _Leases(now))
-        leases.held.setdefault(reference.lease, set()).add(request)
-        leases.parting.pop(reference.lease, None)
+        key, lease = key_of(reference), reference.lease
+        leases = self._leases.get(key)
+        if leases is None:
+            leases = self._leases[key] = _Leases(now)
+        leases.held.setdefault(lease, set()).add(request)
+        leases.parting.pop(lease, None)
 
     def release(self, request: str, reference: Reference, note: str, until: float = -math.inf) -> None:
         """The request needs its lease no more; the producer hears of it once, when no other request here does. Another may
@@ -231,8 +240,7 @@ class Consumer(Generic[T]):
         leases.parting.pop(lease, None)
         if not leases.held:
             del self._leases[key]
-        reader = f"{self._hello.engine}@{self._hello.incarnation}"[:256]
-        self._words.append(Word(key.address, Release(key.incarnation, lease, reader, note[:256])))
+        self._words.append(Word(key.address, Release(key.incarnation, lease, self._reader, note[:256])))
 
     def part(self, now: float) -> None:
         """Say of leases that nobody came for that they are over; called often."""
@@ -293,4 +301,8 @@ class Consumer(Generic[T]):
 
 
 def key_of(reference: Reference) -> PeerKey:
-    return PeerKey(reference.address, reference.engine, reference.incarnation)
+    """The same object for all references of a producer, so that it is found where it is looked up without a comparison."""
+    return _key(reference.address, reference.engine, reference.incarnation)
+
+
+_key = lru_cache(maxsize=1024)(PeerKey)

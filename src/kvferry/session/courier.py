@@ -60,9 +60,10 @@ class Courier(Generic[T]):
     def peer(self, reference: Reference) -> T | str | None:
         """What is known of the producer of a reference; the reason if it cannot be read; None while it is being asked."""
         key, now = key_of(reference), time.monotonic()
-        if self._consumer.due(key, now):
+        found = self._consumer.peer(key, now)
+        if found is None and self._consumer.due(key, now):
             self._put(lambda: self._consumer.greet(key, now), urgent=True)
-        return self._consumer.peer(key, now)
+        return found
 
     def doubt(self, reference: Reference) -> None:
         """A load of the reference failed: whether its producer is still there is asked before the next one."""
@@ -86,13 +87,14 @@ class Courier(Generic[T]):
 
     def hold(self, request: str, reference: Reference) -> None:
         """Greet the reference's producer if need be, and keep the lease alive until `release`."""
+        key = key_of(reference)
 
         def command() -> None:
             now = time.monotonic()
-            self._consumer.greet(key_of(reference), now)
+            self._consumer.greet(key, now)
             self._consumer.hold(request, reference, now)
 
-        self._put(command, urgent=self._consumer.due(key_of(reference), time.monotonic()))
+        self._put(command, urgent=self._consumer.due(key, time.monotonic()))
 
     def release(self, request: str, reference: Reference, note: str, linger_s: float = 0.0) -> None:
         """The request needs its lease no more. For `linger_s` longer it is kept for others that come with the reference."""

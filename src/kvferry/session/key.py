@@ -10,6 +10,7 @@ import hashlib
 import ipaddress
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import zmq
@@ -19,6 +20,8 @@ from kvferry.errors import SessionError
 
 SHORTEST = 32
 
+_REMEMBERED = 1024
+"""Addresses that are in order, and hosts: the same few are looked at for every request, on the engine's thread too."""
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[0-9A-Za-z_.-]+)?\]|[0-9A-Za-z_.:%*-]+):([0-9]{1,5})")
 
 
@@ -44,6 +47,7 @@ def read_key(path: str | Path) -> Key:
     return Key(zmq.curve_public(secret), secret)
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def split_address(address: str) -> tuple[str, int]:
     """A `host:port`; the host may be in brackets."""
     found = _ADDRESS.fullmatch(address)
@@ -67,6 +71,7 @@ def reach(address: str, key: Key | None) -> tuple[str, int]:
     return number, port
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def loopback(host: str) -> str:
     """The number of a host that is this machine seen from itself; empty for any other. Names are not looked up, since what they
     stand for is for others to say; `localhost` is 127.0.0.1."""
@@ -82,6 +87,7 @@ def is_loopback(host: str) -> bool:
     return bool(loopback(host))
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def is_number(host: str) -> bool:
     """Whether a host needs no looking up."""
     try:

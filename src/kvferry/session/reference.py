@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Annotated, Any, Final
 
@@ -33,9 +34,12 @@ GroupId = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})\Z")]
 HostPort = Annotated[str, Meta(pattern=r"^\[?[0-9A-Za-z_.:%-]+\]?:[0-9]{1,5}\Z", max_length=256)]
 
 _SHOWN: Final = 300
+_TWO: Final = struct.Struct("<qq")
 _HELD: Final = 2047
 """Bytes that Python hashes without letting go of its lock. Who lets go of it while others wait for it, as the engine's thread
 would here, has it back after milliseconds: `hmac.digest`, which always does, took 3.8 ms beside another thread, not 0.01."""
+_BEYOND: Final = 64
+"""Tokens past those that are wanted which it costs less to encode with them than to leave out by a copy of the others."""
 
 
 class Lease(Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,15 +68,46 @@ class Reference(Struct, frozen=True):
         return {int(group): blocks for group, blocks in self.blocks.items()}
 
 
-def digest(tokens: Sequence[int], *, adapter: str = "", media: Sequence[tuple[str, int]] = (), salt: str = "") -> str:
-    """What was prefilled: token ids, adapter, media as (identity, place), salt. Equal for equal prefixes only."""
-    state = hashlib.blake2b(struct.pack("<qq", len(tokens), len(media)), digest_size=16)
-    _feed(state.update, msgspec.msgpack.encode(tokens if isinstance(tokens, (list, tuple)) else list(tokens)))
+def digest(
+    tokens: Sequence[int],
+    *,
+    count: int | None = None,
+    adapter: str = "",
+    media: Sequence[tuple[str, int]] = (),
+    salt: str = "",
+) -> str:
+    """What was prefilled: token ids, of which the first `count` if that is given, adapter, media as (identity, place), salt.
+    Equal for equal prefixes only."""
+    given = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
+    count = len(given) if count is None else min(count, len(given))
+    state = hashlib.blake2b(_TWO.pack(count, len(media)), digest_size=16)
+    _feed_first(state.update, given, count)
+    told: list[bytes] = []
     for text, place in ((adapter, 0), (salt, 0), *media):
         said = text.encode("utf-8", "surrogatepass")
-        state.update(struct.pack("<qq", place, len(said)))
-        state.update(said)
+        told += (_TWO.pack(place, len(said)), said)
+    _feed(state.update, b"".join(told))
     return state.hexdigest()
+
+
+def _feed_first(update: Callable[[bytes | memoryview], None], tokens: Sequence[int], count: int) -> None:
+    """The first tokens, as msgpack has a list of them. One that is hardly longer is encoded whole and cut: a copy would touch
+    every number once more, and they lie about in memory."""
+    beyond = len(tokens) - count
+    if beyond > _BEYOND or not beyond:
+        _feed(update, msgspec.msgpack.encode(tokens[:count] if beyond else tokens))
+        return
+    whole, rest = msgspec.msgpack.encode(tokens), msgspec.msgpack.encode(tokens[count:])
+    end = len(whole) - (len(rest) - len(_heading(beyond)))
+    update(_heading(count))
+    _feed(update, memoryview(whole)[len(_heading(len(tokens))) : end])
+
+
+def _heading(count: int) -> bytes:
+    """What msgpack has before the items of a list."""
+    if count < 1 << 4:
+        return bytes((0x90 | count,))
+    return b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big")
 
 
 def to_params(reference: Reference, secret: bytes = b"") -> dict[str, Any]:
@@ -86,12 +121,18 @@ def to_params(reference: Reference, secret: bytes = b"") -> dict[str, Any]:
 def seal(reference: Reference, secret: bytes = b"") -> str:
     """Of everything the reference says. It finds damage that would pass for sound, such as the number of another block; with
     the cluster's secret, forgery too."""
-    state = hmac.new(b"kvferry reference " + secret, digestmod="sha256")
+    state = _keyed(secret).copy()
     _feed(state.update, msgspec.json.encode(reference, order="sorted"))
     return state.hexdigest()[:32]
 
 
-def _feed(update: Callable[[bytes], None], data: bytes) -> None:
+@lru_cache(maxsize=16)
+def _keyed(secret: bytes) -> hmac.HMAC:
+    """To be copied; a process has one secret, or none."""
+    return hmac.new(b"kvferry reference " + secret, digestmod="sha256")
+
+
+def _feed(update: Callable[[bytes | memoryview], None], data: bytes | memoryview) -> None:
     for at in range(0, len(data), _HELD):
         update(data[at : at + _HELD])
 
@@ -129,7 +170,10 @@ def from_params(params: object, secret: bytes = b"", most: int = MAX_TOKENS) -> 
 def _check_length(blocks: object, most: int) -> None:
     if not isinstance(blocks, Mapping):
         return
-    longest = max((len(table) for table in islice(blocks.values(), MAX_GROUPS) if isinstance(table, list)), default=0)
+    longest = 0
+    for table in islice(blocks.values(), MAX_GROUPS):
+        if isinstance(table, list) and len(table) > longest:
+            longest = len(table)
     if len(blocks) > MAX_GROUPS or longest > most:
         raise BadReferenceError(
             f"the reference is damaged: it has {len(blocks)} groups with up to {longest} blocks; "

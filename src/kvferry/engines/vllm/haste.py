@@ -9,9 +9,11 @@ takes nothing of a failed request's next step where it fails rather than recompu
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvferry.engines.vllm.tables import specs_of
@@ -56,6 +58,14 @@ def _is_whole(spec: Any) -> bool:
     return known and spec.sliding_window is None and spec.attention_chunk_size is None
 
 
+@dataclass
+class _Pace:
+    """Seconds a token of late, and the best of these."""
+
+    late: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    best: float = math.inf
+
+
 class Haste:
     """Knows how fast producers were read, and how much a step has taken on. `ahead`: a step is launched before the tokens of
     the last one are looked at; so one in which many were loaded is followed by one that takes on none, for whose launch alone
@@ -65,7 +75,7 @@ class Haste:
         self._possible, self._clock, self._ahead = possible, clock, ahead
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
         self._began, self._computed = clock(), False
-        self._paces: dict[PeerKey, deque[float]] = {}
+        self._paces: dict[PeerKey, _Pace] = {}
         self._spoken_for = 0.0
         self._taken = self._hurried = 0
         self._rests = False
@@ -73,8 +83,9 @@ class Haste:
     @property
     def has_enough(self) -> bool:
         """Whether the step has taken on as many loads as it should."""
-        least = LOADS_A_STEP if self._possible else LOADS_BESIDE
-        return self._rests or self._taken >= max(least, min(self._gaps, default=0.0) / LOAD_S)
+        if self._rests or self._taken < (LOADS_A_STEP if self._possible else LOADS_BESIDE):
+            return self._rests
+        return self._taken >= min(self._gaps, default=0.0) / LOAD_S
 
     def allows(self, request: Any, peer: PeerKey, tokens: int) -> bool:
         if not self._possible or request.mm_features:
@@ -103,7 +114,11 @@ class Haste:
 
     def saw(self, peer: PeerKey, tokens: int, seconds: float) -> None:
         """How long so many tokens took that any step could have waited for."""
-        self._paces.setdefault(peer, deque(maxlen=_REMEMBERED)).append(seconds / tokens)
+        pace = self._paces.get(peer)
+        if pace is None:
+            pace = self._paces[peer] = _Pace()
+        pace.late.append(seconds / tokens)
+        pace.best = min(pace.late)
 
     def forget(self, peer: PeerKey) -> None:
         """Nothing is known of it any more: it is gone, or a load from it failed."""
@@ -111,5 +126,5 @@ class Haste:
 
     def _seconds(self, peer: PeerKey, tokens: int) -> float | None:
         """At the best pace of late: short loads are slow for their length."""
-        paces = self._paces.get(peer)
-        return min(paces) * tokens if paces else None
+        pace = self._paces.get(peer)
+        return None if pace is None else pace.best * tokens

@@ -43,7 +43,8 @@ def digest_of(request: Any, tokens: int, media_by_content: bool = False) -> str:
         if feature.mm_position.offset < tokens
     ]
     return digest(
-        request.prompt_token_ids[:tokens],
+        request.prompt_token_ids,
+        count=tokens,
         adapter=adapter_of(request.lora_request),
         media=media,
         salt=request.cache_salt or "",

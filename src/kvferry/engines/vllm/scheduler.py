@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -87,7 +87,7 @@ class Stage(Enum):
     OVER = "over"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Decode:
     """A request that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
     `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
@@ -110,6 +110,7 @@ class _Decode:
 class _Prefill:
     tokens: int
     digest: str
+    family: str
 
 
 @dataclass
@@ -158,7 +159,9 @@ class SchedulerHalf:
         self._siblings_at = -math.inf
         self._evict: Callable[[set[int]], None] | None = None
         self._prefills: dict[str, _Prefill] = {}
+        self._awaited: dict[str, dict[str, None]] = {}
         self._decodes: dict[str, _Decode] = {}
+        self._unhashable: dict[str, _Decode] = {}
         self._unread: dict[str, Any] = {}
         self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
@@ -253,7 +256,10 @@ class SchedulerHalf:
         del tokens[-1:]
         del request._all_token_ids[-1:]
         request.num_prompt_tokens -= 1
-        self._prefills[request.request_id] = _Prefill(len(tokens), digest_of(request, len(tokens), self._media_by_content))
+        family = family_of(request.request_id)
+        found = digest_of(request, len(tokens), self._media_by_content)
+        self._prefills[request.request_id] = _Prefill(len(tokens), found, family)
+        self._awaited.setdefault(family, {})[request.request_id] = None
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
         found = self._decodes[request.request_id] = _Decode(family_of(request.request_id), params)
@@ -359,8 +365,9 @@ class SchedulerHalf:
             return 0, False
         if self._haste.has_enough:
             return None, False
-        self._read(request, decode)
-        if not self._has_own_reference(request, decode):
+        if decode.unread is not None:
+            self._read(request, decode)
+        if decode.sibling is not None and not self._has_own_reference(request, decode):
             return None, False
         reference, decode.in_step = decode.reference, False
         if not decode.reason and reference is not None and self._courier is not None:
@@ -374,9 +381,11 @@ class SchedulerHalf:
         count = 0 if reference is None or request.skip_reading_prefix_cache else reference.tokens - computed
         if reference is None or count <= 0:
             return 0, False
-        peer, rank = key_of(reference), rank_nearby(self._engine)
-        if rank is not None and not self._haste.knows(peer) and (pace := rank.pace(peer)) is not None:
-            self._haste.saw(peer, 1, pace)
+        peer = key_of(reference)
+        if not self._haste.knows(peer):
+            rank = rank_nearby(self._engine)
+            if rank is not None and (pace := rank.pace(peer)) is not None:
+                self._haste.saw(peer, 1, pace)
         decode.in_step = self._haste.allows(request, peer, count)
         return count, not decode.in_step
 
@@ -397,10 +406,12 @@ class SchedulerHalf:
         decode = self._decodes.get(identity)
         if decode is None:
             return
-        self._read(request, decode)
+        if decode.unread is not None:
+            self._read(request, decode)
         if decode.stage is not Stage.WAITING:
-            self._forget_hashes(decode)
-            decode.unhashable = frozenset()
+            if self._unhashable.pop(identity, None) is not None:
+                self._forget_hashes(decode)
+                decode.unhashable = frozenset()
             return
         if external <= 0:
             if not decode.reason:
@@ -451,6 +462,7 @@ class SchedulerHalf:
 
     def _forget(self, identity: str) -> None:
         decode = self._decodes.pop(identity)
+        self._unhashable.pop(identity, None)
         self._families[decode.family] -= 1
         if not self._families[decode.family]:
             del self._families[decode.family]
@@ -474,7 +486,7 @@ class SchedulerHalf:
         self._haste.new_step(idle)
         for request in [*islice(self._unread.values(), READ_A_STEP)]:
             self._read(request, self._decodes[request.request_id])
-        for decode in self._decodes.values():
+        for decode in self._unhashable.values():
             self._forget_hashes(decode)
         orders = Orders(
             closing,
@@ -502,6 +514,8 @@ class SchedulerHalf:
     def _forgotten(self, pending: _Pending) -> tuple[PeerKey, ...]:
         """Producers that ranks may let go of; one that is met again in this very step is kept."""
         gone = set(self._courier.forgotten() if self._courier is not None else ()) & self._announced
+        if not gone:
+            return ()
         gone -= {load.peer for load in pending.loads}
         self._announced -= gone
         for peer in gone:
@@ -513,29 +527,35 @@ class SchedulerHalf:
         self._producer.close_all(sent)
         report = report or Report()
         for identity, blocks in report.unhashable.items():
-            if identity in self._decodes:
-                self._decodes[identity].unhashable |= blocks
+            decode = self._decodes.get(identity)
+            if decode is not None:
+                decode.unhashable |= blocks
+                self._unhashable[identity] = decode
         for identity, seconds in report.seconds.items():
             self._learn(identity, seconds)
         received, failed = received | report.ended, failed | report.failed
+        loaded = tokens = 0
         for identity in received:
             decode = self._decodes.get(identity)
             if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
                 continue
             if identity in failed:
                 decode.unhashable = frozenset()
+                self._unhashable.pop(identity, None)
                 if decode.reference is not None and self._courier is not None:
                     self._courier.doubt(decode.reference)
                     self._haste.forget(key_of(decode.reference))
                 if not decode.counted:
                     self._stats.count("failed")
             else:
-                self._stats.count("loaded")
-                self._stats.count("tokens", decode.loaded)
+                loaded, tokens = loaded + 1, tokens + decode.loaded
             abandoned = decode.stage is Stage.ABANDONED
             self._over(identity, decode, "failed" if identity in failed else "loaded")
             if abandoned:
                 self._forget(identity)
+        if loaded:
+            self._stats.count("loaded", loaded)
+            self._stats.count("tokens", tokens)
 
     def _learn(self, identity: str, seconds: float) -> None:
         decode = self._decodes.get(identity)
@@ -549,7 +569,11 @@ class SchedulerHalf:
         if prefill is None:
             params = request.kv_transfer_params or {}
             return False, dict(NOTHING) if params.get("do_remote_decode") else None
-        return self._publish(request, prefill, block_ids)
+        awaited = self._awaited[prefill.family]
+        del awaited[request.request_id]
+        if not awaited:
+            del self._awaited[prefill.family]
+        return self._publish(request, prefill, block_ids, awaited)
 
     def _finish_decode(self, identity: str) -> None:
         decode = self._decodes.get(identity)
@@ -576,8 +600,9 @@ class SchedulerHalf:
             self._courier.release(identity, found, "finished before it was loaded")
 
     def _publish(
-        self, request: Any, prefill: _Prefill, block_ids: Sequence[Sequence[int]]
+        self, request: Any, prefill: _Prefill, block_ids: Sequence[Sequence[int]], awaited: Iterable[str]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """`awaited` are other parts of the same request that are still being prefilled."""
         identity = request.request_id
         try:
             computed = request.num_computed_tokens
@@ -604,8 +629,7 @@ class SchedulerHalf:
             {str(group): table for group, table in blocks.items()},
             prefill.digest,
         )
-        family = family_of(identity)
-        self._siblings.published(reference, [other for other in self._prefills if family_of(other) == family])
+        self._siblings.published(reference, awaited)
         return True, self._params(reference)
 
     def _params(self, reference: Reference) -> dict[str, Any]:

@@ -15,15 +15,16 @@ from typing import Final
 
 from kvferry.session import Lease, Reference
 
-_NAMED: Final = re.compile(r"(?:\d+_)?(?P<base>.+?)(?:[-_]\d+)?(?:-[0-9a-f]{8})?\Z", re.DOTALL)
+_PART: Final = re.compile(r"[-_](?:\d+(?:-[0-9a-f]{8})?|(?<=-)[0-9a-f]{8})\Z")
 _ANSWER: Final = re.compile(r"\d+_(?P<prompt>.+)\Z", re.DOTALL)
 
 
 def family_of(request: str) -> str:
     """What vLLM's names for parts of one request have in common: they end in the part's number and in random digits, and begin
     with the number of the answer where there are several."""
-    found = _NAMED.match(request)
-    return found["base"] if found else request
+    named = prompt_of(request) or request
+    found = _PART.search(named, 1)
+    return named[: found.start()] if found else named
 
 
 def prompt_of(request: str) -> str:
@@ -46,7 +47,7 @@ class Siblings:
 
     def __init__(self) -> None:
         self._families: dict[str, _Family] = {}
-        self._by_lease: dict[Lease, str] = {}
+        self._by_lease: dict[Lease, tuple[str, str]] = {}
         self._lock = threading.Lock()
 
     def published(self, reference: Reference, awaited: Iterable[str]) -> None:
@@ -56,16 +57,18 @@ class Siblings:
             family.standing[reference.digest] = reference
             family.awaited.update(awaited)
             family.leases.add(reference.lease)
-            self._by_lease[reference.lease] = name
+            self._by_lease[reference.lease] = name, reference.digest
 
     def ended(self, lease: Lease) -> None:
         """A family is forgotten when nothing of it stands."""
         with self._lock:
-            name = self._by_lease.get(lease)
-            family = self._families.get(name) if name is not None else None
-            if name is None or family is None:
+            name, digest = self._by_lease.get(lease, ("", ""))
+            family = self._families.get(name)
+            if family is None:
                 return
-            family.standing = {digest: it for digest, it in family.standing.items() if it.lease != lease}
+            found = family.standing.get(digest)
+            if found is not None and found.lease == lease:
+                del family.standing[digest]
             if not family.standing:
                 del self._families[name]
                 for one in family.leases:
@@ -85,7 +88,7 @@ class Siblings:
     def find(self, lease: Lease, digest: str) -> Reference | None:
         """The reference of a prompt, for whoever knows the lease of another part."""
         with self._lock:
-            family = self._families.get(self._by_lease.get(lease, ""))
+            family = self._families.get(self._by_lease.get(lease, ("", ""))[0])
             return family.standing.get(digest) if family is not None else None
 
     def leases(self, requests: Iterable[str]) -> tuple[Lease, ...]:

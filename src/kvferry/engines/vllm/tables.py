@@ -31,8 +31,8 @@ def only_states_lag(groups: Sequence[Group]) -> bool:
 def spec_of(spec: Any, layer: str = "") -> Any:
     """The spec of a layer, or of any: a group of one type but several shapes carries one for each, which agree on all but
     the shape."""
-    by_layer: Mapping[str, Any] = getattr(spec, "kv_cache_specs", None) or {}
-    return by_layer.get(layer) or next(iter(by_layer.values()), spec)
+    by_layer: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
+    return (by_layer.get(layer) or next(iter(by_layer.values()))) if by_layer else spec
 
 
 def specs_of(spec: Any) -> tuple[Any, ...]:
@@ -43,7 +43,8 @@ def specs_of(spec: Any) -> tuple[Any, ...]:
 
 def _table(index: int, spec: Any, ids: Sequence[int], tokens: int) -> list[int] | int:
     if type(spec).__name__ != "MambaSpec":
-        return [HOLE if block == NULL_BLOCK else block for block in ids[: -(-tokens // spec.block_size)]]
+        table = list(ids[: -(-tokens // spec.block_size)])
+        return table if NULL_BLOCK not in table else [HOLE if block == NULL_BLOCK else block for block in table]
     place = 0 if spec.mamba_cache_mode == "none" else -(-tokens // spec.block_size) - 1
     if place >= len(ids) or ids[place] == NULL_BLOCK:
         raise BindError(f"group {index}: no block holds the state after {tokens} tokens (place {place} of {len(ids)})")

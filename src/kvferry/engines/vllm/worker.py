@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -30,6 +32,7 @@ from kvferry.session.wire import ask
 
 logger = logging.getLogger("kvferry.vllm")
 
+COUNTED: Final = ("moved", "predicted", "runs", "posting_s", "wire_s")
 LINGER_S: Final = 0.003
 """How long a step in which nothing is computed waits for loads that are all but over: the next comes a millisecond later."""
 
@@ -154,6 +157,7 @@ class WorkerHalf:
             self._ferry.settle(in_step.keys(), self._options.read_s)
         elif self._ferry is not None and self._idle:
             self._ferry.linger(LINGER_S)
+        loaded: list[Outcome] = []
         for outcome in self._ferry.outcomes() if self._ferry is not None else ():
             load = in_step.get(outcome.request)
             if load is None:
@@ -163,19 +167,21 @@ class WorkerHalf:
                 (failed if load is None else lost).add(outcome.request)
                 self._invalid |= self._unloaded(load) if load is not None else set()
                 continue
-            self._note(outcome)
-        if in_step:
-            self._report = self._report.aggregate(Report(ended=frozenset(in_step), failed=frozenset(lost)))
+            loaded.append(outcome)
+        if loaded or in_step:
+            self._note(loaded, Report(ended=frozenset(in_step), failed=frozenset(lost)))
         return sent, received, failed
 
-    def _note(self, outcome: Outcome) -> None:
-        for name in ("moved", "predicted", "runs", "posting_s", "wire_s"):
-            self._stats.count(name, getattr(outcome, name))
-        blocks = frozenset(block for found in outcome.unhashable.values() for block in found)
-        unhashable = {outcome.request: blocks} if blocks else {}
-        seconds = {outcome.request: outcome.wire_s} if outcome.anywhere else {}
-        if unhashable or seconds:
-            self._report = self._report.aggregate(Report(unhashable, seconds))
+    def _note(self, loaded: Sequence[Outcome], report: Report) -> None:
+        for outcome in loaded:
+            if outcome.anywhere:
+                report.seconds[outcome.request] = outcome.wire_s
+            blocks = frozenset(chain.from_iterable(outcome.unhashable.values())) if outcome.unhashable else None
+            if blocks:
+                report.unhashable[outcome.request] = blocks
+        for name in COUNTED if loaded else ():
+            self._stats.count(name, sum(map(attrgetter(name), loaded)))
+        self._report = self._report.aggregate(report)
 
     def _unloaded(self, load: Load) -> set[int]:
         """The blocks that a load in its step was to write, and none that were there before: others may share those."""
