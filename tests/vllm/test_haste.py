@@ -15,7 +15,18 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm import haste
 from kvferry.engines.vllm.cargo import Orders, Report
-from kvferry.engines.vllm.haste import FEW, LOAD_S, LOADS_A_STEP, LOADS_BESIDE, SHORT_S, Haste, looks_ahead, may_hurry
+from kvferry.engines.vllm.haste import (
+    FEW,
+    FIRST_STEPS,
+    LOAD_S,
+    LOADS_A_STEP,
+    LOADS_AT_FIRST,
+    LOADS_BESIDE,
+    SHORT_S,
+    Haste,
+    looks_ahead,
+    may_hurry,
+)
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.errors import SessionError
 from kvferry.session import Lease, PeerKey
@@ -183,6 +194,7 @@ class TestInAStep:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
+        monkeypatch.setattr(haste, "LOADS_AT_FIRST", 2)
         monkeypatch.setattr(haste, "LOAD_S", 1e9)
         with engines(*sides("llama", side(), side())) as (there, here):
             acquainted(there, here)
@@ -200,6 +212,7 @@ class TestInAStep:
 
     def test_the_first_tokens_of_many_that_were_loaded_wait_for_no_other_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
+        monkeypatch.setattr(haste, "LOADS_AT_FIRST", 2)
         monkeypatch.setattr(haste, "LOAD_S", 1e9)
         monkeypatch.setattr(haste, "FEW", 1)
         monkeypatch.setattr("kvferry.engines.vllm.scheduler.looks_ahead", lambda config: True)
@@ -309,6 +322,28 @@ class TestHaste:
         assert found.has_enough
         found.new_step()
         assert not found.has_enough
+
+    @pytest.mark.parametrize(("came", "crowd"), [(FEW, False), (FEW + 1, True)])
+    def test_while_many_come_in_a_step_takes_on_less_and_not_for_long(self, came: int, crowd: bool) -> None:
+        found = Haste(True)
+        most = []
+        for _ in range(FIRST_STEPS + 2):
+            for _ in range(came):
+                found.came()
+            taken = 0
+            while not found.has_enough:
+                found.took(PEER, 1, True)
+                taken += 1
+            most.append(taken)
+            found.new_step()
+        first = LOADS_AT_FIRST if crowd else LOADS_A_STEP
+        assert most == [first] * FIRST_STEPS + [LOADS_A_STEP] * 2
+        found.new_step()
+        for _ in range(FEW + 1):
+            found.came()
+        for _ in range(LOADS_AT_FIRST):
+            found.took(PEER, 1, True)
+        assert found.has_enough
 
     @pytest.mark.parametrize(
         ("ahead", "many", "in_step", "rests"),

@@ -17,7 +17,7 @@ import triton.language as tl
 from kvferry.strategy import moves
 from kvferry.strategy.moves import Form
 
-WARPS: Final = 8
+WARPS: Final = 16
 AHEAD: Final = 1
 """What is begun of the next round before a round is stored. 1: its addresses are looked up; 2: its bytes are fetched, too."""
 FIELDS: Final = tl.constexpr(moves.FIELDS)

@@ -22,15 +22,19 @@ from kvferry.session import PeerKey
 SHORT_S: Final = 0.008
 """All copies that one step may wait for: about a decode step of a small model. Copies of many loads are made while their
 requests are launched, and may take as long as that."""
-LOADS_A_STEP: Final = 32
+LOADS_A_STEP: Final = 24
 """Loads that one step takes on at least, in haste or not, unless it takes on none: of those that come together, the first need
 not wait until the last are ordered, and who decodes beside them waits for a few only."""
+LOADS_AT_FIRST: Final = 8
+"""The same while many requests come in. vLLM takes them in on another thread, and until that has done with Python's lock a step
+takes as long as both: for so many steps it has little to do of its own."""
+FIRST_STEPS: Final = 2
 LOADS_BESIDE: Final = 64
 """The same where loads are never made in a step: it only begins them, and all that begin together are computed together."""
 LOAD_S: Final = 0.0005
 """About what a load costs the engine's thread: a long step takes on as many as would double it."""
 FEW: Final = 4
-"""Loads that do not hold up a step to speak of."""
+"""Loads that do not hold up a step to speak of, and requests that are no crowd."""
 _REMEMBERED: Final = 16
 
 
@@ -77,15 +81,25 @@ class Haste:
         self._began, self._computed = clock(), False
         self._paces: dict[PeerKey, _Pace] = {}
         self._spoken_for = 0.0
-        self._taken = self._hurried = 0
+        self._taken = self._hurried = self._came = self._crowded = 0
         self._rests = False
 
     @property
     def has_enough(self) -> bool:
         """Whether the step has taken on as many loads as it should."""
-        if self._rests or self._taken < (LOADS_A_STEP if self._possible else LOADS_BESIDE):
+        if self._rests or self._taken < self._least:
             return self._rests
         return self._taken >= min(self._gaps, default=0.0) / LOAD_S
+
+    @property
+    def _least(self) -> int:
+        if not self._possible:
+            return LOADS_BESIDE
+        return LOADS_AT_FIRST if self._came > FEW and self._crowded < FIRST_STEPS else LOADS_A_STEP
+
+    def came(self) -> None:
+        """A request that may be loaded came in."""
+        self._came += 1
 
     def allows(self, request: Any, peer: PeerKey, tokens: int) -> bool:
         if not self._possible or request.mm_features:
@@ -103,7 +117,8 @@ class Haste:
     def new_step(self, idle: bool = False) -> None:
         """A step is ordered; `idle`: nothing is computed in it."""
         self._rests = self._ahead and self._hurried > FEW
-        self._spoken_for, self._taken, self._hurried = 0.0, 0, 0
+        self._crowded = self._crowded + 1 if self._came > FEW else 0
+        self._spoken_for, self._taken, self._hurried, self._came = 0.0, 0, 0, 0
         began, self._began = self._began, self._clock()
         if self._computed and not idle:
             self._gaps.append(self._began - began)

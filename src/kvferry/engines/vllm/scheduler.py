@@ -265,6 +265,7 @@ class SchedulerHalf:
         found = self._decodes[request.request_id] = _Decode(family_of(request.request_id), params)
         self._families[found.family] += 1
         self._unread[request.request_id] = request
+        self._haste.came()
 
     def _read(self, request: Any, found: _Decode) -> None:
         """Once, and a few in a step: all that arrive together would hold everybody up. A lease is kept from here on."""
