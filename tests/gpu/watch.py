@@ -60,7 +60,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from kvferry.engines.vllm import certify, certify_states, layouts  # noqa: E402
 from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble, recorded  # noqa: E402
 from kvferry.engines.vllm.supported import page  # noqa: E402
-from kvferry.fleet.device import Device  # noqa: E402
+from kvferry.fleet.device import Device, device_name  # noqa: E402
 from kvferry.fleet.launch import unfit_for_forks  # noqa: E402
 from kvferry.fleet.patches import inspect_models_here  # noqa: E402
 
@@ -374,7 +374,7 @@ def main(folder: str, seconds: str = "", *only: str) -> None:
         parts = [part for index in sorted(found) for part in found[index]]
         kinds = ("sightings", "states", "moves", "troubles")
         all_of = {kind: tuple(one for part in parts for one in getattr(part, kind)) for kind in kinds}
-        device = next((part.device for part in parts if part.device), DEVICE)
+        device = next((part.device for part in parts if part.device), "") or device_name(Device(DEVICE)) or "x86-64 CPU"
         return Evidence(certify.__version__, str(torch.__version__), device, **all_of).sealed()
 
     def keep(index: int, part: Evidence) -> None:
