@@ -1,10 +1,10 @@
-"""How fast the copying kernel copies scattered runs on this GPU, by form, warps, programs and what it begins ahead.
+"""How fast the copying kernel copies scattered runs on this GPU, by form, warps and programs.
 
     python benchmarks/kernels.py [--only NAME] [--shape NAME] [--programs 128 256] [--mib 1024] [--budget-s 35] [--json FILE]
 
 Beside a plain copy of as many bytes. Every cell's bytes are compared once. The variants come in order of what they tell, and
 none is begun after the budget: compiling a kernel takes about a second. What wins is chosen by ROWS in
-`kvferry.strategy.moves`, WARPS and AHEAD in `kvferry.strategy.kernel`, and PROGRAMS in `kvferry.strategy.cuda`.
+`kvferry.strategy.moves`, WARPS in `kvferry.strategy.kernel`, and PROGRAMS in `kvferry.strategy.cuda`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -21,7 +21,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 
 from kvferry.manifest import Identity
 from kvferry.manifest.schema import FULL, Group, Region, StatePaged
@@ -29,7 +28,6 @@ from kvferry.plan import Plan, Tiles
 from kvferry.plan.schema import Edge, Grain, Lane, Need, Run, Side
 from kvferry.strategy import kernel
 from kvferry.strategy.cuda import PROGRAMS
-from kvferry.strategy.kernel import FIELDS, KINDS, fetched, placed, stored
 from kvferry.strategy.moves import ROWS, Bound, Form, Moves
 
 DEVICE: Final = "cuda"
@@ -60,30 +58,19 @@ SHAPES: Final = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel; `stages` > 0: one that begins nothing ahead by itself, in a loop that Triton pipelines by so many stages."""
+    """A kernel: elements of a row, and how many such rows a program has under way; and its warps."""
 
     name: str
-    rows: dict[int, int]
+    rows: Mapping[int, int] = field(default_factory=lambda: ROWS)
     warps: int = kernel.WARPS
-    ahead: int = kernel.AHEAD
-    stages: int = 0
 
 
 VARIANTS: Final = (
-    Variant("as it is", dict(ROWS)),
-    Variant("bytes ahead", dict(ROWS), ahead=2),
-    Variant("rows of 2,048, nothing ahead", {**NARROW, 2048: 1}, stages=1),
+    Variant("as it is"),
+    Variant("8 warps", warps=8),
     Variant("rows of 2,048", {**NARROW, 2048: 1}),
-    Variant("16 warps", dict(ROWS), warps=16),
     Variant("rows up to 1,024", {**NARROW, 1024: 4}),
     Variant("no rows of 1,024", {**NARROW, 4096: 1}),
-    Variant("16 warps, bytes ahead", dict(ROWS), warps=16, ahead=2),
-    Variant("16 warps, rows of 8,192", {**NARROW, 1024: 4, 8192: 1}, warps=16),
-    Variant("more narrow rows", {8: 512, 128: 32, 1024: 8, 4096: 1}),
-    Variant("pipelined, 3 stages", {**NARROW, 1024: 4, 4096: 1}, stages=3),
-    Variant("pipelined, 4 stages, rows of 2,048", {**NARROW, 1024: 2, 2048: 1}, stages=4),
-    Variant("4 warps, rows of 2,048", {**NARROW, 1024: 2, 2048: 1}, warps=4),
-    Variant("nothing ahead", dict(ROWS), stages=1),
 )
 
 
@@ -96,46 +83,9 @@ class Cell:
     programs: int
     forms: tuple[str, ...]
     warps: int
-    ahead: int
-    stages: int
     right: bool
     gbps: float
     plain_gbps: float
-
-
-@triton.jit(do_not_specialize=["at", "jobs"])
-def staged_move(
-    pieces,
-    table,
-    at,
-    jobs,
-    moved,
-    KIND: tl.constexpr,  # noqa: N803
-    UNIT: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
-):
-    """`kernel.move` with nothing begun ahead but by Triton."""
-    program = tl.program_id(0).to(tl.int64)
-    programs = tl.num_programs(0).to(tl.int64)
-    rows = tl.arange(0, ROWS).to(tl.int64)
-    columns = tl.arange(0, COLUMNS)
-    elements = tl.zeros((ROWS,), tl.int64)
-    for j in range(jobs):
-        job = table + at + j * FIELDS
-        first = tl.load(job)
-        count = tl.load(job + 1)
-        tiles = tl.load(job + 2)
-        places = tl.load(job + 3)
-        turn = tl.load(job + 4) % programs
-        begin = ((program + programs - turn) % programs) * ROWS
-        for start in tl.range(begin, count * tiles, programs * ROWS, num_stages=STAGES):
-            src, dst, length = placed(pieces, table, first, count, tiles, places, start + rows)
-            stored(dst, length, columns, fetched(src, length, columns, KIND, UNIT, WIDTH), KIND, UNIT, WIDTH)
-            elements += length
-    tl.store(moved + program, tl.sum(elements, 0) * WIDTH)
 
 
 class Scattered:
@@ -175,14 +125,7 @@ def launching(moves: Moves, bound: Bound, variant: Variant, programs: int) -> tu
 
     def launch() -> None:
         for one, count in zip(bound.launches, counts, strict=True):
-            if variant.stages:
-                staged_move[(programs,)](
-                    pieces, table, one.at, one.jobs, count, KIND=KINDS[one.form.width], UNIT=one.form.unit,
-                    WIDTH=one.form.width, COLUMNS=one.form.columns, ROWS=one.form.rows, STAGES=variant.stages,
-                    num_warps=variant.warps,
-                )  # fmt: skip
-            else:
-                kernel.launch(programs, pieces, table, one.at, one.jobs, count, one.form, variant.warps, variant.ahead)
+            kernel.launch(programs, pieces, table, one.at, one.jobs, count, one.form, variant.warps)
 
     return launch, counts
 
@@ -209,8 +152,8 @@ def measured(scattered: Scattered, variant: Variant, programs: Sequence[int], pl
         launch()
         right = bool(torch.equal(scattered.target, scattered.want)) and int(counts.sum()) == scattered.bytes
         yield Cell(
-            scattered.shape.name, variant.name, count, tuple(map(_shown, moves.forms)), variant.warps,
-            0 if variant.stages else variant.ahead, variant.stages, right, scattered.bytes / seconds(launch) / 1e9, plain,
+            scattered.shape.name, variant.name, count, tuple(map(_shown, moves.forms)), variant.warps, right,
+            scattered.bytes / seconds(launch) / 1e9, plain,
         )  # fmt: skip
 
 
@@ -225,7 +168,7 @@ def cells(
     known = set()
     for variant in variants:
         for scattered, beside in zip(made, plain, strict=True):
-            kind = scattered.shape, scattered.moves(variant).forms, variant.warps, variant.ahead, variant.stages
+            kind = scattered.shape, scattered.moves(variant).forms, variant.warps
             if kind in known:
                 continue
             if perf_counter() > until:
@@ -267,7 +210,7 @@ def main() -> None:
     for cell in cells(shapes, variants, chosen.programs, chosen.mib, began + chosen.budget_s):
         found.append(cell)
         print(
-            f"{perf_counter() - began:5.1f} s  {cell.variant:36}{cell.shape:20}{cell.programs:4} programs  {cell.gbps:6.0f}"
+            f"{perf_counter() - began:5.1f} s  {cell.variant:18}{cell.shape:20}{cell.programs:4} programs  {cell.gbps:6.0f}"
             f"  {cell.gbps / cell.plain_gbps:4.0%}  {'; '.join(cell.forms)}{'' if cell.right else '  WRONG BYTES'}",
             flush=True,
         )

@@ -16,7 +16,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 
 def compiled(columns: int) -> str:
-    form = {"UNIT": UNITS[0], "WIDTH": 8, "COLUMNS": columns, "ROWS": ROWS[columns], "AHEAD": kernel.AHEAD}
+    form = {"UNIT": UNITS[0], "WIDTH": 8, "COLUMNS": columns, "ROWS": ROWS[columns]}
     constants = {"KIND": kernel.KINDS[8], **form}
     numbers = {"at": "i32", "jobs": "i32"}
     names = kernel.move.arg_names

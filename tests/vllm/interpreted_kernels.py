@@ -39,18 +39,17 @@ PAIRS = [
 ]
 PROGRAMS = (1, 3, 32)
 SEEDS = (*range(8), 11, 12, 14, 16, 21, 23, 34, 38, 54)
-"""So few that have every form among the even ones, which begin as much ahead as the kernel does."""
+"""So few that have every form at least twice."""
 MEASURED = 1 << 16
-AHEADS = (kernel.AHEAD, 3 - kernel.AHEAD)
 
 
-def launched(moves: Moves, bound: Bound, programs: int, ahead: int = kernel.AHEAD) -> int:
+def launched(moves: Moves, bound: Bound, programs: int) -> int:
     """One load by so many programs; bytes, as the kernels counted them."""
     pieces, table = torch.from_numpy(moves.pieces), torch.from_numpy(bound.table)
     moved = 0
     for launch in bound.launches:
         counts = torch.full((programs,), -1, dtype=torch.int64)
-        kernel.launch(programs, pieces, table, launch.at, launch.jobs, counts, launch.form, ahead=ahead)
+        kernel.launch(programs, pieces, table, launch.at, launch.jobs, counts, launch.form)
         moved += int(counts.sum())
     return moved
 
@@ -102,7 +101,7 @@ def of_seed(seed: int) -> dict[str, object]:
         want = made.expected(*read)
         moves = made.moves(source)
         bound = moves.bind(made.tiles)
-        counted += launched(moves, bound, programs, AHEADS[seed % 2])
+        counted += launched(moves, bound, programs)
         planned += made.bytes(source)
         forms |= forms_of(bound)
         differing += sum(int((region.whole != w).sum()) for region, w in zip(made.here, want, strict=True))
@@ -139,7 +138,7 @@ def of_detour(seed: int) -> dict[str, object]:
     return {"differing": differing, "counted": counted, "planned": planned, "forms": sorted(forms)}
 
 
-def of_rounds(columns: int, ahead: int, programs: int) -> dict[str, object]:
+def of_rounds(columns: int, programs: int) -> dict[str, object]:
     """Jobs that begin where the last one ended, and whose items just fill a round, or all programs' rounds, or just do not, or
     need another: two pieces, one of them short, each of a source lane of its own, at tiles in no order."""
     rows, page = ROWS[columns], 16 * columns
@@ -165,7 +164,7 @@ def of_rounds(columns: int, ahead: int, programs: int) -> dict[str, object]:
     pieces = [[there.address + at, here.address + at, elements, i, len(shapes)] for i, (at, elements) in enumerate(shapes)]
     counts = torch.full((programs,), -1, dtype=torch.int64)
     tables = torch.tensor(pieces), torch.from_numpy(table)
-    kernel.launch(programs, *tables, 0, len(jobs), counts, Form(16, columns, rows), ahead=ahead)
+    kernel.launch(programs, *tables, 0, len(jobs), counts, Form(16, columns, rows))
     planned = 8 * sum(elements for _, elements in shapes) * sum(tiles_of)
     return {"differing": int((here.whole != want).sum()), "counted": int(counts.sum()), "planned": planned, "forms": []}
 
@@ -219,8 +218,7 @@ def cases() -> Iterator[tuple[str, dict[str, object]]]:
     for seed in SEEDS[:4]:
         yield f"packed {seed}", of_detour(seed)
     for columns in COLUMNS:
-        for ahead in AHEADS:
-            yield f"rounds of {columns}, ahead {ahead}", of_rounds(columns, ahead, 3)
+        yield f"rounds of {columns}", of_rounds(columns, 3)
     script = benchmark()
     for number, variant in enumerate(script.VARIANTS):
         yield f"benchmark, {variant.name}", of_benchmark(script, number)

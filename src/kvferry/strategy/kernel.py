@@ -18,8 +18,6 @@ from kvferry.strategy import moves
 from kvferry.strategy.moves import Form
 
 WARPS: Final = 16
-AHEAD: Final = 1
-"""What is begun of the next round before a round is stored. 1: its addresses are looked up; 2: its bytes are fetched, too."""
 FIELDS: Final = tl.constexpr(moves.FIELDS)
 KINDS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """Elements of so many bytes."""
@@ -37,23 +35,11 @@ def placed(pieces, table, first, count, tiles, places, item):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _elements(address, length, columns, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
+def elements(address, length, columns, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
     """Pointers, and which of them are inside. The compiler is told how pointers are aligned, and that whole units are inside:
     of numbers that become pointers it would not know, and 16 bytes would be two accesses."""
     pointers = tl.multiple_of(address.to(tl.pointer_type(KIND)), UNIT)[:, None] + columns[None, :]
     return pointers, (columns // (UNIT // WIDTH))[None, :] < (length // (UNIT // WIDTH))[:, None]
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def fetched(address, length, columns, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
-    pointers, inside = _elements(address, length, columns, KIND, UNIT, WIDTH)
-    return tl.load(pointers, inside, eviction_policy="evict_first")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def stored(address, length, columns, data, KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
-    pointers, inside = _elements(address, length, columns, KIND, UNIT, WIDTH)
-    tl.store(pointers, data, inside)
 
 
 @triton.jit(do_not_specialize=["at", "jobs"])  # type: ignore[untyped-decorator]
@@ -68,14 +54,13 @@ def move(
     WIDTH: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
-    AHEAD: tl.constexpr,  # noqa: N803
 ):
     """Copies, for `jobs` rows of the load's table from `at` on, every piece at every tile; says how many bytes it moved."""
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     rows = tl.arange(0, ROWS).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
-    elements = tl.zeros((ROWS,), tl.int64)
+    copied = tl.zeros((ROWS,), tl.int64)
     step = programs * ROWS
     for j in range(jobs):
         job = table + at + j * FIELDS
@@ -88,24 +73,15 @@ def move(
         begin = ((program + programs - turn) % programs) * ROWS
         if begin < items:
             src, dst, length = placed(pieces, table, first, count, tiles, places, begin + rows)
-            if AHEAD == 1:
-                for start in range(begin, items, step):
-                    data = fetched(src, length, columns, KIND, UNIT, WIDTH)
-                    src, next_dst, next_length = placed(pieces, table, first, count, tiles, places, start + step + rows)
-                    stored(dst, length, columns, data, KIND, UNIT, WIDTH)
-                    elements += length
-                    dst, length = next_dst, next_length
-            else:
-                data = fetched(src, length, columns, KIND, UNIT, WIDTH)
-                src, next_dst, next_length = placed(pieces, table, first, count, tiles, places, begin + step + rows)
-                for start in range(begin, items, step):
-                    next_data = fetched(src, next_length, columns, KIND, UNIT, WIDTH)
-                    src, far_dst, far_length = placed(pieces, table, first, count, tiles, places, start + 2 * step + rows)
-                    stored(dst, length, columns, data, KIND, UNIT, WIDTH)
-                    elements += length
-                    data, dst, length = next_data, next_dst, next_length
-                    next_dst, next_length = far_dst, far_length
-    tl.store(moved + program, tl.sum(elements, 0) * WIDTH)
+            for start in range(begin, items, step):
+                pointers, inside = elements(src, length, columns, KIND, UNIT, WIDTH)
+                data = tl.load(pointers, inside, eviction_policy="evict_first")
+                src, next_dst, next_length = placed(pieces, table, first, count, tiles, places, start + step + rows)
+                pointers, inside = elements(dst, length, columns, KIND, UNIT, WIDTH)
+                tl.store(pointers, data, inside)
+                copied += length
+                dst, length = next_dst, next_length
+    tl.store(moved + program, tl.sum(copied, 0) * WIDTH)
 
 
 @triton.jit(do_not_specialize=["runs"])  # type: ignore[untyped-decorator]
@@ -119,20 +95,10 @@ def zero(table, runs, COLUMNS: tl.constexpr):  # noqa: N803
             tl.store(target + start + columns, tl.zeros((COLUMNS,), tl.int8), start + columns < length)
 
 
-def launch(
-    programs: int,
-    pieces: Any,
-    table: Any,
-    at: int,
-    jobs: int,
-    moved: Any,
-    form: Form,
-    warps: int = WARPS,
-    ahead: int = AHEAD,
-) -> None:
+def launch(programs: int, pieces: Any, table: Any, at: int, jobs: int, moved: Any, form: Form, warps: int = WARPS) -> None:
     """Moves of one form by so many programs; `moved` gets the bytes that each of them moved."""
     move[(programs,)](
         pieces, table, at, jobs, moved,
-        KIND=KINDS[form.width], UNIT=form.unit, WIDTH=form.width, COLUMNS=form.columns, ROWS=form.rows, AHEAD=ahead,
+        KIND=KINDS[form.width], UNIT=form.unit, WIDTH=form.width, COLUMNS=form.columns, ROWS=form.rows,
         num_warps=warps,
     )  # fmt: skip
