@@ -568,7 +568,7 @@ class TestSiblings:
             there.step_until(lambda: not there.scheduler.requests)
             assert (here.counted["loaded"], there.counted["released"]) == (3, 3)
             assert (here.held, there.held) == (0, 0)
-            assert not there.connector.scheduler._siblings._families
+            assert not there.connector.scheduler._prefills._siblings._families
 
     def test_all_may_ask_at_once(self) -> None:
         with engines(*sides("llama", {}, {})) as (there, here):
@@ -801,7 +801,7 @@ class TestMedia:
         params = prefilled(there)
         at_producer = self.said(there, {"do_remote_decode": True}, one)
         there.connector.on_new_request(at_producer)
-        say(params, digest=there.connector.scheduler._prefills.pop("r").digest)
+        say(params, digest=there.connector.scheduler._prefills._under_way.pop("r").digest)
         at_consumer = self.said(here, params, other)
         here.connector.on_new_request(at_consumer)
         here.connector.get_num_new_matched_tokens(at_consumer, 0)

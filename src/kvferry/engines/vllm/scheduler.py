@@ -2,7 +2,7 @@
 
 Knows vLLM's requests and block ids, never bytes. A request is at most one of two things here:
 
-    prefill: truncated to N-1 tokens -> lease opened with its first blocks -> published when it finishes -> ended -> freed
+    prefill: see prefills.py
     decode:  reference checked -> producer met -> blocks allocated -> loading -> over; the lease is released at every way out.
              Where the reference is of another prompt of the same request, the producer is asked for its own once it is met.
 """
@@ -10,12 +10,11 @@ Knows vLLM's requests and block ids, never bytes. A request is at most one of tw
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,14 +30,13 @@ from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.media import are_named_by_request
 from kvferry.engines.vllm.nearby import rank_nearby
 from kvferry.engines.vllm.options import RETRY_S, Options
+from kvferry.engines.vllm.prefills import Answer, Origin, Prefills
 from kvferry.engines.vllm.prompts import (
     can_be_handed_over,
     digest_of,
-    ends_after_one_step,
-    is_streamed_without_params,
     is_told_by_tokens,
 )
-from kvferry.engines.vllm.siblings import Siblings, family_of, prompt_of
+from kvferry.engines.vllm.siblings import family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import tables_of
 from kvferry.errors import BadReferenceError, BindError, KVFerryError, SessionError
@@ -52,23 +50,17 @@ from kvferry.session import (
     PeerKey,
     Producer,
     Reference,
-    Renew,
     Seek,
     Welcome,
     from_params,
     key_of,
     meet,
     seek,
-    to_params,
 )
 from kvferry.session.messages import BOTH, CONSUMER, PRODUCER
 
 logger = logging.getLogger("kvferry.vllm")
 
-FINISHED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
-NOTHING = {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": None}
-"""Nothing is kept. Some routers say `do_remote_prefill` whatever the producer said, and some want an answer: so there is one,
-and it says once more that there is no reference."""
 SEEKERS = 4
 READ_A_STEP = 8
 """References of requests that are still in vLLM's queue."""
@@ -104,13 +96,6 @@ class _Decode:
     counted: bool = False
     loaded: int = 0
     unhashable: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class _Prefill:
-    tokens: int
-    digest: str
-    family: str
 
 
 @dataclass
@@ -155,11 +140,7 @@ class SchedulerHalf:
             self._courier = Courier(hello, self._key, options.greeting_s, self._meet)
         self._seekers = ThreadPoolExecutor(SEEKERS, "kvferry-seeking") if transfer.is_kv_consumer else None
         self._closing = threading.Event()
-        self._siblings = Siblings()
-        self._siblings_at = -math.inf
         self._evict: Callable[[set[int]], None] | None = None
-        self._prefills: dict[str, _Prefill] = {}
-        self._awaited: dict[str, dict[str, None]] = {}
         self._decodes: dict[str, _Decode] = {}
         self._unhashable: dict[str, _Decode] = {}
         self._unread: dict[str, Any] = {}
@@ -168,6 +149,8 @@ class SchedulerHalf:
         self._pending = _Pending()
         self._haste = Haste(may_hurry(config, kv_cache_config), ahead=looks_ahead(config))
         self._stats = FerryStats()
+        origin = Origin(self._address, self._engine, self._incarnation, self._secret)
+        self._prefills = Prefills(origin, self._producer, self._groups, self._stats, self._digest, options.lease_s / 3)
 
     def bind_cache(self, evict: Callable[[set[int]], None]) -> None:
         """How blocks are taken out of the prefix cache."""
@@ -186,7 +169,7 @@ class SchedulerHalf:
         self._cards = tuple(self._stamped(found.card) for _, found in sorted(cards.items()))
         if self._listener is not None:
             welcome = Welcome(self._engine, self._incarnation, self._options.lease_s, self._cards, role=self._role)
-            self._listener.welcome(welcome, self._find)
+            self._listener.welcome(welcome, self._prefills.find)
             asking = "consumers" if self._produces else "whoever checks it"
             logger.info("%s answers %s at %s", self._engine, asking, self._address)
         if self._courier is None:
@@ -232,34 +215,12 @@ class SchedulerHalf:
 
     def arrive(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode"):
-            self._arrive_prefill(request)
+        if params.get("do_remote_decode") and self._produces:
+            self._prefills.arrive(request)
+        elif params.get("do_remote_decode"):
+            logger.warning("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
         elif params.get("do_remote_prefill") and not ("kvferry" in params and params["kvferry"] is None):
             self._arrive_decode(request, params)
-
-    def _arrive_prefill(self, request: Any) -> None:
-        """N-1 tokens and one step, for every model: the consumer computes the last token itself."""
-        if not self._produces:
-            logger.warning("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
-            return
-        request.max_tokens = 1
-        if is_streamed_without_params(request):
-            logger.error(
-                "request %s asks for a prefill for others in a stream, and vLLM's streams carry no kv_transfer_params: nothing "
-                "is kept for it; ask with stream false",
-                request.request_id,
-            )
-            return
-        if not can_be_handed_over(request) or not ends_after_one_step(request):
-            return
-        tokens = request.prompt_token_ids
-        del tokens[-1:]
-        del request._all_token_ids[-1:]
-        request.num_prompt_tokens -= 1
-        family = family_of(request.request_id)
-        found = digest_of(request, len(tokens), self._media_by_content)
-        self._prefills[request.request_id] = _Prefill(len(tokens), found, family)
-        self._awaited.setdefault(family, {})[request.request_id] = None
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
         found = self._decodes[request.request_id] = _Decode(family_of(request.request_id), params)
@@ -303,9 +264,12 @@ class SchedulerHalf:
 
     def _digests(self, request: Any, tokens: int) -> Iterator[str]:
         """What the producer may call the prompt: it may have no other name for media than their content."""
-        yield digest_of(request, tokens, self._media_by_content)
+        yield self._digest(request, tokens)
         if request.mm_features and not self._media_by_content:
             yield digest_of(request, tokens, True)
+
+    def _digest(self, request: Any, tokens: int) -> str:
+        return digest_of(request, tokens, self._media_by_content)
 
     def _has_own_reference(self, request: Any, decode: _Decode) -> bool:
         """Whether it is settled what becomes of a request that came with another prompt's reference: the producer that gave it
@@ -355,10 +319,6 @@ class SchedulerHalf:
             raise SessionError(f"{type(error).__name__}: {error}") from None
         return None
 
-    def _find(self, message: Seek) -> Reference | None:
-        """Beside the engine."""
-        return self._siblings.find(message.lease, message.digest) if message.incarnation == self._incarnation else None
-
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed` will be loaded; None while the producer is being met."""
         decode = self._decodes.get(request.request_id)
@@ -402,8 +362,7 @@ class SchedulerHalf:
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
         identity = request.request_id
-        if identity in self._prefills and self._producer.open(identity) is None:
-            logger.error("request %s: no lease is free; its consumer will recompute it", identity)
+        self._prefills.allocated(identity)
         decode = self._decodes.get(identity)
         if decode is None:
             return
@@ -474,15 +433,8 @@ class SchedulerHalf:
             self._evict(set(decode.unhashable))
 
     def orders(self, idle: bool = False) -> Orders:
-        now = self._clock()
-        for message in self._listener.take() if self._listener is not None else ():
-            self._producer.receive(message, now)
-        self._keep_siblings(now)
-        self._producer.expire(now)
-        closing = self._producer.take_closing()
-        for end in closing:
-            self._stats.count(end.ending.value)
-            self._siblings.ended(end.lease)
+        heard = self._listener.take() if self._listener is not None else ()
+        closing, opened = self._prefills.turn(heard, self._clock())
         pending, self._pending = self._pending, _Pending()
         self._haste.new_step(idle)
         for request in [*islice(self._unread.values(), READ_A_STEP)]:
@@ -491,7 +443,7 @@ class SchedulerHalf:
             self._forget_hashes(decode)
         orders = Orders(
             closing,
-            self._producer.take_opened(),
+            opened,
             self._forgotten(pending),
             tuple(pending.meetings),
             tuple(pending.loads),
@@ -503,14 +455,6 @@ class SchedulerHalf:
             return orders
         rank.begin(orders)
         return Orders(idle=idle, begun=True)
-
-    def _keep_siblings(self, now: float) -> None:
-        """The answer to a request of several prompts leaves when all are prefilled: until then nobody else renews."""
-        if self._prefills and now - self._siblings_at >= self._options.lease_s / 3:
-            self._siblings_at = now
-            leases = self._siblings.leases(self._prefills)
-            if leases:
-                self._producer.receive(Renew(self._incarnation, leases), now)
 
     def _forgotten(self, pending: _Pending) -> tuple[PeerKey, ...]:
         """Producers that ranks may let go of; one that is met again in this very step is kept."""
@@ -563,18 +507,9 @@ class SchedulerHalf:
         if decode is not None and decode.reference is not None and decode.loaded:
             self._haste.saw(key_of(decode.reference), decode.loaded, seconds)
 
-    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks stay for a consumer, and the reference to them."""
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> Answer:
         self._finish_decode(request.request_id)
-        prefill = self._prefills.pop(request.request_id, None)
-        if prefill is None:
-            params = request.kv_transfer_params or {}
-            return False, dict(NOTHING) if params.get("do_remote_decode") else None
-        awaited = self._awaited[prefill.family]
-        del awaited[request.request_id]
-        if not awaited:
-            del self._awaited[prefill.family]
-        return self._publish(request, prefill, block_ids, awaited)
+        return self._prefills.finished(request, block_ids, self._clock())
 
     def _finish_decode(self, identity: str) -> None:
         decode = self._decodes.get(identity)
@@ -599,51 +534,6 @@ class SchedulerHalf:
         if found is not None and self._courier is not None:
             self._courier.hold(identity, found)
             self._courier.release(identity, found, "finished before it was loaded")
-
-    def _publish(
-        self, request: Any, prefill: _Prefill, block_ids: Sequence[Sequence[int]], awaited: Iterable[str]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """`awaited` are other parts of the same request that are still being prefilled."""
-        identity = request.request_id
-        try:
-            computed = request.num_computed_tokens
-            if request.status.name not in FINISHED or computed != prefill.tokens:
-                raise SessionError(f"it ended as {request.status.name} after {computed} of {prefill.tokens} tokens")
-            twin = self._siblings.twin(identity, prefill.digest)
-            if twin is not None:
-                self._producer.abort(identity)
-                return False, self._params(twin)
-            blocks = tables_of(self._groups, block_ids, prefill.tokens)
-            lease = self._producer.publish(identity, self._clock())
-        except (SessionError, BindError) as error:
-            self._producer.abort(identity)
-            logger.info("request %s leaves nothing for a consumer: %s", identity, error)
-            return False, dict(NOTHING)
-        self._stats.count("held")
-        reference = Reference(
-            self._address,
-            self._engine,
-            self._incarnation,
-            identity,
-            lease,
-            prefill.tokens,
-            {str(group): table for group, table in blocks.items()},
-            prefill.digest,
-        )
-        self._siblings.published(reference, awaited)
-        return True, self._params(reference)
-
-    def _params(self, reference: Reference) -> dict[str, Any]:
-        host, _, port = self._address.rpartition(":")
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": self._engine,
-            "remote_request_id": reference.request,
-            "remote_host": host,
-            "remote_port": int(port),
-            "kvferry": to_params(reference, self._secret),
-        }
 
     def stats(self) -> FerryStats | None:
         return self._stats.take()

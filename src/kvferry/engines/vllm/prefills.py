@@ -1,0 +1,173 @@
+"""The producer's side of the scheduler's half: requests that are prefilled for others, and references to what is kept of them.
+
+    truncated to N-1 tokens -> lease opened with its first blocks -> published when it finishes -> ended -> freed
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvferry.engines.vllm.prompts import can_be_handed_over, ends_after_one_step, is_streamed_without_params
+from kvferry.engines.vllm.siblings import Siblings, family_of
+from kvferry.engines.vllm.stats import FerryStats
+from kvferry.engines.vllm.tables import tables_of
+from kvferry.errors import BindError, SessionError
+from kvferry.session import Closing, Lease, Producer, Reference, Release, Renew, Seek, to_params
+
+logger = logging.getLogger("kvferry.vllm")
+
+FINISHED: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+NOTHING: Final = {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": None}
+"""Nothing is kept. Some routers say `do_remote_prefill` whatever the producer said, and some want an answer: so there is one,
+and it says once more that there is no reference."""
+
+Answer = tuple[bool, dict[str, Any] | None]
+"""Whether a request's blocks stay for a consumer, and the reference to them."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who gives references out, and the secret that they are sealed with."""
+
+    address: str
+    engine: str
+    incarnation: str
+    secret: bytes
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    tokens: int
+    digest: str
+    family: str
+
+
+class Prefills:
+    """`digest` names a request's first so many tokens. Leases of a request whose other parts are still being prefilled are
+    renewed every `renewed_s`."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        producer: Producer,
+        groups: Sequence[Any],
+        stats: FerryStats,
+        digest: Callable[[Any, int], str],
+        renewed_s: float,
+    ) -> None:
+        self._origin, self._producer, self._groups = origin, producer, groups
+        self._stats, self._digest, self._renewed_s = stats, digest, renewed_s
+        self._siblings = Siblings()
+        self._renewed_at = -math.inf
+        self._under_way: dict[str, _Prefill] = {}
+        self._awaited: dict[str, dict[str, None]] = {}
+
+    def arrive(self, request: Any) -> None:
+        """N-1 tokens and one step, for every model: the consumer computes the last token itself."""
+        request.max_tokens = 1
+        if is_streamed_without_params(request):
+            logger.error(
+                "request %s asks for a prefill for others in a stream, and vLLM's streams carry no kv_transfer_params: nothing "
+                "is kept for it; ask with stream false",
+                request.request_id,
+            )
+            return
+        if not can_be_handed_over(request) or not ends_after_one_step(request):
+            return
+        tokens = request.prompt_token_ids
+        del tokens[-1:]
+        del request._all_token_ids[-1:]
+        request.num_prompt_tokens -= 1
+        family = family_of(request.request_id)
+        self._under_way[request.request_id] = _Prefill(len(tokens), self._digest(request, len(tokens)), family)
+        self._awaited.setdefault(family, {})[request.request_id] = None
+
+    def allocated(self, identity: str) -> None:
+        if identity in self._under_way and self._producer.open(identity) is None:
+            logger.error("request %s: no lease is free; its consumer will recompute it", identity)
+
+    def turn(self, messages: Iterable[Renew | Release], now: float) -> tuple[tuple[Closing, ...], tuple[Lease, ...]]:
+        """What consumers said is heard; the leases that end, and those that are new."""
+        for message in messages:
+            self._producer.receive(message, now)
+        self._renew_siblings(now)
+        self._producer.expire(now)
+        closing = self._producer.take_closing()
+        for end in closing:
+            self._stats.count(end.ending.value)
+            self._siblings.ended(end.lease)
+        return closing, self._producer.take_opened()
+
+    def _renew_siblings(self, now: float) -> None:
+        """The answer to a request of several prompts leaves when all are prefilled: until then nobody else renews."""
+        if self._under_way and now - self._renewed_at >= self._renewed_s:
+            self._renewed_at = now
+            leases = self._siblings.leases(self._under_way)
+            if leases:
+                self._producer.receive(Renew(self._origin.incarnation, leases), now)
+
+    def find(self, message: Seek) -> Reference | None:
+        """Beside the engine."""
+        ours = message.incarnation == self._origin.incarnation
+        return self._siblings.find(message.lease, message.digest) if ours else None
+
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]], now: float) -> Answer:
+        prefill = self._under_way.pop(request.request_id, None)
+        if prefill is None:
+            params = request.kv_transfer_params or {}
+            return False, dict(NOTHING) if params.get("do_remote_decode") else None
+        awaited = self._awaited[prefill.family]
+        del awaited[request.request_id]
+        if not awaited:
+            del self._awaited[prefill.family]
+        return self._publish(request, prefill, block_ids, awaited, now)
+
+    def _publish(
+        self, request: Any, prefill: _Prefill, block_ids: Sequence[Sequence[int]], awaited: Iterable[str], now: float
+    ) -> Answer:
+        """`awaited` are other parts of the same request that are still being prefilled."""
+        identity = request.request_id
+        try:
+            computed = request.num_computed_tokens
+            if request.status.name not in FINISHED or computed != prefill.tokens:
+                raise SessionError(f"it ended as {request.status.name} after {computed} of {prefill.tokens} tokens")
+            twin = self._siblings.twin(identity, prefill.digest)
+            if twin is not None:
+                self._producer.abort(identity)
+                return False, self._params(twin)
+            blocks = tables_of(self._groups, block_ids, prefill.tokens)
+            lease = self._producer.publish(identity, now)
+        except (SessionError, BindError) as error:
+            self._producer.abort(identity)
+            logger.info("request %s leaves nothing for a consumer: %s", identity, error)
+            return False, dict(NOTHING)
+        self._stats.count("held")
+        origin = self._origin
+        reference = Reference(
+            origin.address,
+            origin.engine,
+            origin.incarnation,
+            identity,
+            lease,
+            prefill.tokens,
+            {str(group): table for group, table in blocks.items()},
+            prefill.digest,
+        )
+        self._siblings.published(reference, awaited)
+        return True, self._params(reference)
+
+    def _params(self, reference: Reference) -> dict[str, Any]:
+        host, _, port = self._origin.address.rpartition(":")
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._origin.engine,
+            "remote_request_id": reference.request,
+            "remote_host": host,
+            "remote_port": int(port),
+            "kvferry": to_params(reference, self._origin.secret),
+        }
