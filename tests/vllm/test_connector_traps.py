@@ -650,13 +650,13 @@ class TestSiblings:
         with engines(*sides("llama", {}, {})) as (there, here):
             params = self.prefilled(there)
             again = "cmpl-7-3-30000000"
-            for name, prompt in zip(self.NAMES[:2], self.PROMPTS[:2], strict=True):
-                here.scheduler.add_request(here.request(name, prompt, dict(params)))
-            for name in self.NAMES[:2]:
-                assert ended_among(here, name) is FinishReason.LENGTH
+            for name, prompt, tokens in zip(self.NAMES[:2], self.PROMPTS[:2], (1, 120), strict=True):
+                here.scheduler.add_request(here.request(name, prompt, dict(params), max_tokens=tokens))
+            assert ended_among(here, self.NAMES[0]) is FinishReason.LENGTH
             all_is_heard(there, here)
             here.scheduler.add_request(here.request(again, self.PROMPTS[0], dict(params)))
             assert ended_among(here, again) is FinishReason.LENGTH
+            here.step_until(lambda: not here.scheduler.requests)
             assert here.counted["loaded"] == 3
 
     def test_a_request_that_is_alone_is_released_at_once(self) -> None:
