@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 
+import drawn
 import oracle
 from ferrying import manifests_of, request_of
 from kvferry.errors import BindError
 from kvferry.explain.request import block_tables
 from kvferry.models import Side, load_model, manifests
 from kvferry.plan import SPARE, Binder, Loading, Plan, Request, make_plans
+from kvferry.plan.tiles import Runs
 from test_transfer_properties import DEPTH, cases
 
 BLOCKS = 400
@@ -80,9 +82,7 @@ def a_request(plan: Plan, tokens: int = TOKENS) -> Request:
     return Request(tokens, found, {group: table if isinstance(table, int) else [*table] for group, table in found.items()})
 
 
-@pytest.mark.parametrize(
-    ("model", "side"), [("llama-3.1-8b", "tp=1,block=64,pool=block"), ("nemotron-h-8b", "tp=1,pool=block")]
-)
+@pytest.mark.parametrize(("model", "side"), SHAPES)
 class TestOfRealShapes:
     def test_what_is_sound_goes_the_short_way(self, model: str, side: str) -> None:
         binder = Binder.of_sessions(a_plan(model, side))
@@ -94,9 +94,7 @@ class TestOfRealShapes:
         assert said(binder, request) == wanted
 
     @pytest.mark.parametrize("end", ["src", "dst"])
-    @pytest.mark.parametrize(
-        "change", ["twice", "beyond", "negative", "a hole", "too short", "no number", "missing", "unaligned"]
-    )
+    @pytest.mark.parametrize("change", WRONGS)
     def test_what_is_not_is_said_as_ever(self, model: str, side: str, end: str, change: str) -> None:
         binder = Binder.of_sessions(a_plan(model, side))
         request = a_request(binder.plan)
@@ -123,3 +121,77 @@ class TestOfRealShapes:
         if (end, change) != ("src", "twice"):
             with pytest.raises(BindError):
                 binder.load(request)
+
+
+@pytest.mark.parametrize("end", ["src", "dst"])
+def test_a_block_that_two_groups_name_is_refused_on_either_side(end: str) -> None:
+    binder = Binder.of_sessions(a_plan(*SHAPES[1]))
+    request = a_request(binder.plan)
+    tables = dict(getattr(request, end))
+    (state, *_), (block, *_) = (
+        [t for t in tables.values() if isinstance(t, int)],
+        [g for g in tables if not isinstance(tables[g], int)],
+    )
+    table = tables[block]
+    assert isinstance(table, list)
+    tables[block] = [state, *table[1:]]
+    with pytest.raises(BindError, match=f"both name block {state}"):
+        binder.load(replace(request, **{end: tables}))
+
+
+class Odd:
+    """A number as NumPy and torch have them: no two are equal."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+    def __lt__(self, other: object) -> bool:
+        return self.number < int(other)  # type: ignore[call-overload]
+
+    def __gt__(self, other: object) -> bool:
+        return self.number > int(other)  # type: ignore[call-overload]
+
+    def __ge__(self, other: object) -> bool:
+        return self.number >= int(other)  # type: ignore[call-overload]
+
+    def __int__(self) -> int:
+        return self.number
+
+
+def test_a_block_that_is_named_twice_is_refused_whatever_stands_for_its_number() -> None:
+    binder = Binder.of_sessions(a_plan(*SHAPES[0]))
+    request = a_request(binder.plan)
+    table = request.dst[0]
+    assert isinstance(table, list)
+    again = [Odd(number) for number in (table[0], table[0], *table[2:])]
+    with pytest.raises(BindError, match="names a block twice"):
+        binder.load(replace(request, dst={0: again}))  # type: ignore[dict-item]
+
+
+def bytes_of(columns: tuple[np.ndarray, ...]) -> list[tuple[int, int]]:
+    region, offset, length = (column.tolist() for column in columns)
+    return sorted((r, o + i) for r, o, n in zip(region, offset, length, strict=True) for i in range(n))
+
+
+def test_a_stretch_of_tiles_is_filled_as_they_are_one_by_one() -> None:
+    apart = together = 0
+    for seed in range(120):
+        case = drawn.case(seed)
+        for plan in make_plans(case.consumers, case.producers):
+            tokens = {group.id: group.tokens for group in plan.consumer.groups}
+            for fill in plan.fills:
+                for grain in fill.grains:
+                    tiles = tokens[fill.group] // grain.tokens if grain.tokens else 1
+                    runs = Runs(grain, plan.lanes)
+                    for first in range(tiles - 1):
+                        tile = np.arange(first, tiles, dtype=np.int64)
+                        block = np.zeros_like(tile)
+                        found = runs.filled_on(block, tile)
+                        assert bytes_of(found) == bytes_of(runs.filled(block, tile))
+                        together += len(found[0]) < len(tile) * len(runs)
+                        apart += len(found[0]) == len(tile) * len(runs)
+    assert together
+    assert apart

@@ -210,6 +210,21 @@ class TestInAStep:
             there.step_until(lambda: not there.scheduler.requests)
             assert there.counted["released"] == len(names) + 1
 
+    def test_while_a_crowd_comes_in_fewer_are_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(haste, "LOADS_AT_FIRST", 2)
+        monkeypatch.setattr(haste, "LOAD_S", 1e9)
+        monkeypatch.setattr(haste, "FEW", 3)
+        with engines(*sides("llama", side(), side())) as (there, here):
+            acquainted(there, here)
+            for i, name in enumerate(("r0", "r1", "r2", "r3")):
+                params = prefilled(there, name, prompt(i, 40))
+                here.scheduler.add_request(here.request(name, prompt(i, 40), params))
+            ordered: list[int] = []
+            for _ in range(2):
+                here.step(lambda out: ordered.append(len(out.kv_connector_metadata.loads)))
+            assert ordered == [2, 2]
+            there.step_until(lambda: not there.scheduler.requests)
+
     def test_the_first_tokens_of_many_that_were_loaded_wait_for_no_other_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
         monkeypatch.setattr(haste, "LOADS_AT_FIRST", 2)
@@ -344,6 +359,20 @@ class TestHaste:
         for _ in range(LOADS_AT_FIRST):
             found.took(PEER, 1, True)
         assert found.has_enough
+
+    def test_crowds_that_come_with_every_other_step_are_not_kept_waiting_for_long(self) -> None:
+        found = Haste(True, ahead=True)
+        waiting, longest = 0, 0
+        for step in range(400):
+            for _ in range(10 if step % 2 == 0 else 0):
+                found.came()
+                waiting += 1
+            while waiting and not found.has_enough:
+                found.took(PEER, 1, True)
+                waiting -= 1
+            found.new_step()
+            longest = max(longest, waiting)
+        assert longest < LOADS_A_STEP
 
     @pytest.mark.parametrize(
         ("ahead", "many", "in_step", "rests"),

@@ -59,21 +59,18 @@ class Sides:
             if found is None or (group.tokens and start % group.tokens):
                 return None
             here[group.id] = found
-        if _twice(self._shared_there, src) or _twice(self._shared_here, dst):
+        if _twice(self._shared_there, there) or _twice(self._shared_here, here):
             return None
         return Whole(there, here)
 
 
-def _twice(clusters: Sequence[Sequence[int]], tables: Mapping[int, Table]) -> bool:
+def _twice(clusters: Sequence[Sequence[int]], tables: Mapping[int, Listed]) -> bool:
     """Whether some block is named twice among the groups of a cluster."""
     for cluster in clusters:
         named: list[int] = []
         for group in cluster:
-            table = tables.get(group)
-            if isinstance(table, list):
-                named += table
-            elif isinstance(table, int):
-                named.append(table)
+            if group in tables:
+                named += tables[group].ids.tolist()
         if len({*named}) < len(named):
             return True
     return False

@@ -31,10 +31,6 @@ class PeerKey:
     engine: str
     incarnation: str
 
-    def __hash__(self) -> int:
-        """Few are known, and they are looked up for every request; a start's name is random."""
-        return hash(self.incarnation)
-
     def __str__(self) -> str:
         """Names come from others."""
         return plain(f"{self.engine} at {self.address}")

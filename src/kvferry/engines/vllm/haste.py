@@ -116,8 +116,11 @@ class Haste:
 
     def new_step(self, idle: bool = False) -> None:
         """A step is ordered; `idle`: nothing is computed in it."""
+        if self._came > FEW:
+            self._crowded += 1
+        elif not self._rests:
+            self._crowded = 0
         self._rests = self._ahead and self._hurried > FEW
-        self._crowded = self._crowded + 1 if self._came > FEW else 0
         self._spoken_for, self._taken, self._hurried, self._came = 0.0, 0, 0, 0
         began, self._began = self._began, self._clock()
         if self._computed and not idle:

@@ -1,5 +1,7 @@
 """The producer's side of the scheduler's half: requests that are prefilled for others, and references to what is kept of them.
 
+Each of them goes this way:
+
     truncated to N-1 tokens -> lease opened with its first blocks -> published when it finishes -> ended -> freed
 """
 
