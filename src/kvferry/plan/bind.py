@@ -7,7 +7,7 @@ tokens: ranges are cut into tiles at the plan's grains, tiles become columns, an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -20,11 +20,12 @@ from kvferry.plan.columns import Columns
 from kvferry.plan.intervals import NOTHING, Intervals, cut_at, integers, interval, subtract, union
 from kvferry.plan.overlay import Claim, Overlay
 from kvferry.plan.schema import Edge, Fill, Need, Plan
-from kvferry.plan.tables import Listed, Paged, Table, insist_on_blocks, listed, one_group_each, placed, repeats
+from kvferry.plan.tables import Listed, Paged, Table, insist_on_blocks, listed, one_group_each, placed, repeats, stretch
 from kvferry.plan.tiles import Runs, Tiles
-from kvferry.plan.whole import ORIGIN, Sides, cut
 from kvferry.strided import Ints, merge
 
+_ORIGIN: Final = np.zeros(1, np.int32)
+_ORIGIN.setflags(write=False)
 _NONE: Final = NOTHING[0]
 _WHOLE: Final = (int, np.integer)
 SPARE: Final = 16 << 10
@@ -175,7 +176,7 @@ class Binder:
 
     def ready(self) -> Binder:
         """Itself, with everything found that follows from the plan, which the first request would wait for."""
-        _ = self._sides
+        _ = self._overlay_here, self._overlay_there
         for runs in (runs for tiles in (*self._edges, *self._fills) for runs in tiles):
             runs.ready()
         return self
@@ -240,8 +241,7 @@ class Binder:
             raise BindError(f"{request.start} tokens held already of {request.tokens}: not a range of whole tokens")
         if request.start == request.tokens:
             return {}, ranges
-        whole = self._sides.tables(request.src, request.dst, request.start)
-        src, ranges.tables = whole if whole is not None else self._listed(request)
+        src, ranges.tables = self._listed(request)
         out: dict[tuple[int, int], Tiles] = {}
         known: dict[int, dict[int, Tiles]] = {}
         for i, first in enumerate(self._alike):
@@ -253,7 +253,7 @@ class Binder:
         return out, ranges
 
     def _listed(self, request: Request) -> tuple[dict[int, Listed], dict[int, Listed]]:
-        """The tables of either side, whatever they are, as long as they can be meant."""
+        """The tables of the producer and of the consumer, as far as the plan knows their groups."""
         src = {g: listed(request.src, group) for g, group in self._src_groups.items()}
         dst: dict[int, Listed] = {}
         for group in self._known_groups:
@@ -270,11 +270,6 @@ class Binder:
             if group_id not in distinct and repeats(table.ids):
                 raise BindError(f"{table.group.table} names a block twice")
         return src, dst
-
-    @cached_property
-    def _sides(self) -> Sides:
-        there, here = self._overlay_there.clusters, self._overlay_here.clusters
-        return Sides(tuple(self._src_groups.values()), self._known_groups, self._loaded_groups, there, here)
 
     @cached_property
     def _overlay_here(self) -> Overlay:
@@ -302,10 +297,10 @@ class Binder:
         the same."""
         here = ranges.tables[edge.dst_group]
         if grains[0] == 0:
-            return {0: Tiles(there.ids, ORIGIN, here.ids, ORIGIN)}
+            return {0: Tiles(there.ids, _ORIGIN, here.ids, _ORIGIN)}
         found = self._range(request, edge, there, here, ranges)
         if found.stop >= 0 and found.low % grains[0] == 0:
-            return dict(cut(there, here, found.low, found.stop, grains))
+            return dict(_cut(there, here, found.low, found.stop, grains))
         return {
             level: Tiles(*placed(there, some, grains[level]), *placed(here, some, grains[level]))
             for level, some in enumerate(cut_at(found.copied, grains))
@@ -367,7 +362,7 @@ class Binder:
                 continue
             table = ranges.tables[fill.group]
             if not table.group.tokens:
-                parts.append(runs[0].filled(table.ids, ORIGIN))
+                parts.append(runs[0].filled(table.ids, _ORIGIN))
                 continue
             tokens = self._filled(fill, ranges)
             for level, some in enumerate(cut_at(tokens, grains) if len(tokens[0]) else ()):
@@ -414,6 +409,16 @@ class Binder:
 def bind(plan: Plan, request: Request) -> Binding:
     """Bind one request; for many, keep a Binder."""
     return Binder(plan).bind(request)
+
+
+def _cut(there: Listed, here: Listed, low: int, high: int, grains: Sequence[int]) -> Iterator[tuple[int, Tiles]]:
+    """The tiles of the tokens [low, high) by level, each as coarse as it can be; `low` is where one of the coarsest begins. As
+    numbers: an array of one number costs ten times what the number does."""
+    for level, tokens in enumerate(grains):
+        if low + tokens <= high:
+            first, stop = low // tokens, high // tokens
+            yield level, Tiles(*stretch(there, first, stop, tokens), *stretch(here, first, stop, tokens))
+            low = stop * tokens
 
 
 def _joined(parts: Sequence[tuple[Ints, ...]]) -> tuple[Ints, ...]:
