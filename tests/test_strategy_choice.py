@@ -14,7 +14,7 @@ from kvferry.errors import TransportError
 from kvferry.plan import Binder, Fleet, make_plans
 from kvferry.strategy import HostMover, Mapped, Strategies
 from kvferry.strategy.choose import CARRIER
-from kvferry.strategy.mapped import LOOK_S, PeerGoneError, Token
+from kvferry.strategy.mapped import LOOK_S, TRUST_S, PeerGoneError, Token
 from kvferry.strategy.movers import Opened, Over, Ticket
 from kvferry.strategy.moves import Bound, Moves
 from kvferry.strided import Ints
@@ -404,6 +404,24 @@ def test_a_dead_process_is_told_from_device_memory_that_cannot_be_opened():
     with pytest.raises(PeerGoneError, match="peer p is gone"):
         mapped.connect("p", tokens)
     assert [window.closed for window in host.windows] == [True, True]
+
+
+@pytest.mark.parametrize(("memory", "is_read"), [("vram", True), ("dram", False)])
+def test_device_memory_of_a_peer_that_was_alive_a_moment_ago_is_read_though_it_dies(memory, is_read):
+    """Host memory tells at once, and is asked each time; what a step has begun to rely on is there until it is closed."""
+    theirs, ours = FakeMover(), FakeMover()
+    made = pair([theirs], [ours])
+    prepared = made.target.prepare(made.plan, 0, made.connect())
+    assert finish(made.target, made.target.read(prepared, made.tiles)) is State.DONE
+    ours.memory = memory
+    for window in ours.windows:
+        window.alive = False
+    made.clock.now += TRUST_S / 2
+    if is_read:
+        assert finish(made.target, made.target.read(prepared, made.tiles)) is State.DONE
+        made.clock.now += TRUST_S
+    with pytest.raises(PeerGoneError):
+        made.target.read(prepared, made.tiles)
 
 
 def test_closing_waits_for_copies_and_leaves_nothing_mapped():

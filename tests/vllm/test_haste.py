@@ -3,6 +3,7 @@ of mapped memory are."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +19,20 @@ from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.haste import (
     FEW,
     FIRST_STEPS,
+    GRACE_S,
     LOAD_S,
     LOADS_A_STEP,
     LOADS_AT_FIRST,
     LOADS_BESIDE,
     SHORT_S,
     Haste,
+    grace_s,
     looks_ahead,
     may_hurry,
+    may_pledge,
 )
 from kvferry.engines.vllm.nearby import stay_nearby
+from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import SessionError
 from kvferry.session import Lease, PeerKey
 from kvferry.session.links import Links
@@ -277,6 +282,152 @@ class TestInAStep:
             with pytest.raises(SessionError, match="have not ended in"):
                 here.step()
             del ferry._filled
+
+
+STATES = ("nemotron-h", "granite-h-1g", "qwen3-next", "jamba", "lfm2")
+
+
+@pytest.fixture
+def _nearby(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is its whole engine has its orders with the step's, as it does on a device."""
+    monkeypatch.setattr(Wharf, "on_device", property(lambda self: True))
+    monkeypatch.setattr(Wharf, "holds_the_engine_back", lambda self: False)
+
+
+def known(there: Engine, here: Engine) -> None:
+    here.scheduler.add_request(here.request("first", PROMPT, prefilled(there, "first", PROMPT)))
+    here.step_until(lambda: "first" in here.outputs)
+
+
+def pledged_in_one_step(there: Engine, here: Engine, name: str, tokens: list[int], params: dict[str, Any]) -> Arrival:
+    """Orders are carried out while the step is put together: what should be there is found out after that."""
+    here.scheduler.add_request(here.request(name, tokens, params))
+    arrival = Arrival(there, here)
+
+    def forward(out: Any) -> None:
+        assert out.num_scheduled_tokens[name] == 1
+        here.connectors[0].worker._ferry.settle([name], 5.0)
+        arrival.expect(name, params["kvferry"]["tokens"], 0)
+        table = here.table(name, params["kvferry"]["tokens"])
+        loaded = {block for blocks in table.values() for block in blocks}
+        assert not loaded & set(out.new_block_ids_to_zero or ())
+
+    here.step(forward)
+    return arrival
+
+
+@pytest.mark.usefixtures("_quick", "_nearby")
+class TestPledged:
+    @pytest.mark.parametrize("policy", ["fail", "recompute"])
+    @pytest.mark.parametrize("model", STATES)
+    def test_a_model_with_states_is_loaded_and_computed_in_one_step(self, model: str, policy: str) -> None:
+        with engines(*sides(model, side(tp=2 if model == "nemotron-h" else 1), side(failure_policy=policy))) as (there, here):
+            known(there, here)
+            here.soil(5)
+            tokens, before = prompt(1), here.moved[0]["moved"]
+            arrival = pledged_in_one_step(there, here, "r", tokens, prefilled(there, "r", tokens))
+            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
+            assert here.scheduled["r"] == 1
+            assert not [key for key in here.reported["received"] if key[1] == "r"]
+            assert arrival.differences() == []
+            assert here.moved[0]["moved"] > before
+            assert here.counted["loaded"] == 2
+            there.step_until(lambda: not there.scheduler.requests)
+            assert (there.held, here.held) == (0, 0)
+
+    def test_a_prompt_that_ends_with_a_block_leaves_the_next_block_to_be_zeroed(self) -> None:
+        with engines(*sides("nemotron-h", side(), side())) as (there, here):
+            known(there, here)
+            tokens = prompt(2, 2 * here.setup.block + 1)
+            here.scheduler.add_request(here.request("r", tokens, prefilled(there, "r", tokens)))
+            zeroed: list[int] = []
+            here.step(lambda out: zeroed.extend(out.new_block_ids_to_zero or ()))
+            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
+            assert len(zeroed) == 1
+
+    def test_a_lease_that_ends_while_the_step_is_put_together_costs_nothing(self) -> None:
+        with engines(*sides("nemotron-h", side(), side())) as (there, here):
+            known(there, here)
+            tokens = prompt(3)
+            params = prefilled(there, "r", tokens)
+            worker, said = there.connectors[0].worker, params["kvferry"]["lease"]
+            rank, pledge = here.connectors[0].worker, here.connectors[0].worker.pledge
+
+            def then_it_ends(peer: PeerKey, reference: Any) -> float | None:
+                until = pledge(peer, reference)
+                worker._words.kill(Lease(said["slot"], int(said["generation"])))
+                return until
+
+            rank.pledge = then_it_ends
+            arrival = pledged_in_one_step(there, here, "r", tokens, params)
+            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
+            assert arrival.differences() == []
+
+    def test_a_lease_that_has_ended_is_found_out_before_anything_is_computed(self) -> None:
+        with engines(*sides("nemotron-h", side(), side())) as (there, here):
+            known(there, here)
+            tokens = prompt(4)
+            params = prefilled(there, "r", tokens)
+            said = params["kvferry"]["lease"]
+            there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
+            here.step_until(lambda: "r" in here.outputs)
+            assert here.outputs["r"].finish_reason is FinishReason.ERROR
+            assert here.scheduled["r"] == 0
+            here.idle()
+            assert here.held == 0
+
+    def test_a_pledge_that_was_not_kept_ends_the_engine_rather_than_answer(self) -> None:
+        with engines(*sides("nemotron-h", side(), side())) as (there, here):
+            known(there, here)
+            tokens = prompt(5)
+            params = prefilled(there, "r", tokens)
+            worker, said = there.connectors[0].worker, params["kvferry"]["lease"]
+            rank, pledge = here.connectors[0].worker, here.connectors[0].worker.pledge
+
+            def too_late(peer: PeerKey, reference: Any) -> float:
+                assert pledge(peer, reference) is not None
+                worker._words.kill(Lease(said["slot"], int(said["generation"])))
+                return time.monotonic()
+
+            rank.pledge = too_late
+            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
+            with pytest.raises(SessionError, match="cannot fail it alone"):
+                here.step()
+
+    def test_a_producer_leaves_blocks_alone_for_a_while_after_their_lease_has_ended(self) -> None:
+        with engines(*sides("nemotron-h", side(), side())) as (there, here):
+            worker = there.connectors[0].worker
+            worker._grace_s = 1e9
+            known(there, here)
+            there.step_until(lambda: there.counted["released"] == 1)
+            there.idle()
+            assert there.held > 0
+            assert not worker._words.alive
+            worker._sent[0] = (0.0, worker._sent[0][1])
+            there.step_until(lambda: not there.scheduler.requests)
+            assert there.held == 0
+
+
+@pytest.mark.parametrize(
+    ("setup", "may"),
+    [
+        (Setup("nemotron-h", engine="D"), True),
+        (Setup("granite-h-1g", engine="D", failure_policy="recompute"), True),
+        (Setup("nemotron-h", engine="D", prefix_caching=True), False),
+        (Setup("nemotron-h", engine="D", pp=2), False),
+        (Setup("gemma3", engine="D"), False),
+    ],
+    ids=["states", "recompute", "found-by-hash", "pipeline", "windows"],
+)
+def test_only_into_blocks_that_are_the_requests_alone(setup: Setup, may: bool) -> None:
+    worker = build(setup)
+    assert may_pledge(worker.vllm_config, worker.kv_cache_config) is may
+
+
+@pytest.mark.parametrize(("model", "grace"), [("nemotron-h", GRACE_S), ("granite-h-1g", GRACE_S), ("llama", 0.0)])
+def test_only_producers_of_models_with_states_give_grace(model: str, grace: float) -> None:
+    assert grace_s(build(Setup(model, engine="P")).kv_cache_config) == grace
 
 
 @pytest.mark.parametrize(

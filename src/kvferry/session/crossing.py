@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,8 @@ Filled = Callable[[], bool]
 @dataclass(frozen=True)
 class Load:
     """Bring a request's tokens [start, tokens) and its state from a producer's blocks into ours. `in_step`: the engine computes
-    with them in the step that it is in, and waits for the load's end before it tells of the step's."""
+    with them in the step that it is in, and waits for the load's end before it tells of the step's. `pledged`: until when the
+    blocks stay as they are whatever becomes of the lease, by this rank's clock (see `Ferry.pledge`)."""
 
     request: str
     peer: PeerKey
@@ -30,6 +32,11 @@ class Load:
     src: Tables
     dst: Tables
     in_step: bool = False
+    pledged: float = -math.inf
+
+    @property
+    def is_pledged(self) -> bool:
+        return self.pledged > -math.inf
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,8 @@ class Warming:
 
 @dataclass(eq=False)
 class Crossing:
-    """A load under way; without a link until it may depart, with a `filled` while something of it is being filled."""
+    """A load under way; without a link until it may depart, with a `filled` while something of it is being filled. Its data has
+    arrived when it is `checking`, and needs no check where that was while it was pledged: it is `sure`."""
 
     load: Load
     peer: Peer
@@ -102,6 +110,7 @@ class Crossing:
     landings: list[int] = field(default_factory=list)
     seen: list[Telemetry] = field(default_factory=list)
     checking: bool = False
+    sure: bool = False
     waits: bool = False
     error: str = ""
 

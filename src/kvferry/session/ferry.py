@@ -26,9 +26,10 @@ from kvferry.plan import Fills, Request
 from kvferry.plan.explain import costs
 from kvferry.session.bell import Bell
 from kvferry.session.consumer import PeerKey
-from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, is_lent
+from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Tables, Warming, is_lent
 from kvferry.session.links import Links
 from kvferry.session.meeting import Meeting
+from kvferry.session.reference import Lease
 from kvferry.session.words import Words, tiles_of_words
 from kvferry.strided import Ints
 from kvferry.transport import Read, State, Transport
@@ -55,6 +56,8 @@ _TOGETHER: Final = 2 << 30
 """Bytes of loads that are copied together where no step waits for all of them: a millisecond or two on a device."""
 _SETTLING_S: Final = 0.00005
 """Between two looks at loads that a step waits for."""
+_GLANCE_S: Final = 0.001
+"""How long a word may take that is looked at while a step is put together; mapped memory has it at once."""
 _IDLE_S: Final = 0.05
 """Between two looks at nothing: for consumers that connect before anything is prefilled for them, who can wait."""
 
@@ -85,7 +88,7 @@ class Ferry:
         self._outcomes: deque[Outcome] = deque()
         self._crossings: list[Crossing] = []
         self._spent: list[Read] = []
-        self._moved_at = self._heard_at = -math.inf
+        self._moved_at = self._heard_at = self._pledged = -math.inf
         self._landings = deque(range(words.slots))
         self._links = Links(transport, words, rank, self._landings)
         self._stumbled = ""
@@ -103,10 +106,57 @@ class Ferry:
 
     def load(self, *loads: Load) -> None:
         hurried = [load for load in loads if load.in_step]
+        self._pledged = max((load.pledged for load in hurried), default=-math.inf)
         if hurried:
             self._load_in_step(hurried)
         for load in self._begun([load for load in loads if not load.in_step]):
             self._hand_in(load)
+
+    def pledge(self, key: PeerKey, lease: Lease, tokens: int, src: Tables) -> float | None:
+        """Until when the blocks of a lease will be as they are, whatever becomes of it or of its producer. A load in the next
+        step that is made until then cannot fail: its producer's memory is mapped, and nothing is let go of before that step's
+        loads are settled. None where nothing can be pledged."""
+        with self._turn:
+            self._take_in()
+            peer = self._links.mapped(key)
+            if peer is None or peer.link is None or not peer.meeting.grace_s or not 0 <= lease.slot < peer.slots:
+                return None
+            until = self._clock() + peer.meeting.grace_s
+            try:
+                peer.binder.insist_on_source(tokens, src)
+                if not self._stands(key, peer.link, lease):
+                    return None
+            except KVFerryError as error:
+                logger.debug("nothing is pledged of %s: %s", key, error)
+                return None
+            self._pledged = max(self._pledged, until)
+            return until
+
+    def _stands(self, key: PeerKey, link: Link, lease: Lease) -> bool:
+        """Whether a lease's word is there on every rank that is read. One that does not come soon is given up, and its landing
+        place kept until it can no longer arrive."""
+        for first, prepared in link.words:
+            if not self._landings:
+                return False
+            landing = self._landings.popleft()
+            self._words.wipe(landing)
+            try:
+                read = self._transport.read(prepared, tiles_of_words(first, [lease.slot], [landing]))
+            except Exception:
+                self._landings.append(landing)
+                raise
+            deadline = self._clock() + _GLANCE_S
+            while self._transport.poll(read) is State.RUNNING and self._clock() < deadline:
+                pass
+            done = self._transport.poll(read) is State.DONE
+            if not done or not self._transport.release(read):
+                self._links.warming.append(Warming(key, link, read, landing))
+                return False
+            found = self._words.landed(landing)
+            self._landings.append(landing)
+            if found != lease.generation:
+                return False
+        return True
 
     def _load_in_step(self, loads: Sequence[Load]) -> None:
         """What is not begun here and now fails: the step does not wait for a connection, nor for a read that may never end."""
@@ -151,6 +201,7 @@ class Ferry:
                 for crossing in waited_for:
                     self._attempt(crossing, self._advance)
             if not waited_for:
+                self._pledged = -math.inf
                 return
             if self._clock() > deadline:
                 said = ", ".join(plain(crossing.load.request) for crossing in waited_for[:3])
@@ -164,7 +215,7 @@ class Ferry:
 
         def look(crossing: Crossing) -> None:
             link = crossing.link
-            if link is None or not link.anywhere or crossing.checking or crossing.error:
+            if link is None or not link.anywhere or crossing.checking or crossing.error or self._is_pledged(crossing):
                 return
             if all(self._transport.poll(read) is State.DONE for read in crossing.reads):
                 arrived.setdefault(link, []).append(crossing)
@@ -284,9 +335,11 @@ class Ferry:
         return _READ_S if self._tended and self._words.alive else _IDLE_S
 
     def step(self) -> None:
-        """Take in what was handed in, and move every load on; also what a producer needs to be read from."""
+        """Take in what was handed in, and move every load on; also what a producer needs to be read from. Not while loads are
+        pledged: what is let go of here they may need."""
         with self._turn:
-            self._step()
+            if self._clock() >= self._pledged:
+                self._step()
 
     def _take_in(self) -> None:
         if self._commands:
@@ -362,13 +415,24 @@ class Ferry:
         link = crossing.link or self._depart(crossing)
         if link is None or crossing.error or not self._arrived(crossing):
             return
-        if not crossing.checking:
+        if not crossing.checking and self._is_pledged(crossing):
+            self._arrive(crossing)
+            crossing.sure = True
+        elif not crossing.checking:
             self._check([crossing], link)
             if crossing.error or not self._arrived(crossing):
                 return
         self._spend(crossing)
         if self._filled(crossing):
             self._disembark(crossing, link)
+
+    def _is_pledged(self, crossing: Crossing) -> bool:
+        return self._clock() < crossing.load.pledged
+
+    def _arrive(self, crossing: Crossing) -> None:
+        crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
+        self._spend(crossing)
+        crossing.checking = True
 
     def _arrived(self, crossing: Crossing) -> bool:
         """Whether all that is under way has arrived; it may have while it was posted."""
@@ -423,9 +487,7 @@ class Ferry:
         """All data has been seen to arrive: now the words are read, which say whether it was still the lease's; of several
         loads by one read that all of them wait for."""
         for crossing in crossings:
-            crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
-            self._spend(crossing)
-            crossing.checking = True
+            self._arrive(crossing)
             self._attempt(crossing, self._find_landings)
         sound = [crossing for crossing in crossings if not crossing.error]
         slots = [crossing.load.lease.slot for crossing in sound]
@@ -446,7 +508,7 @@ class Ferry:
     def _disembark(self, crossing: Crossing, link: Link) -> None:
         load, seen = crossing.load, crossing.seen
         found = [self._words.landed(landing) for landing in crossing.landings]
-        if found != [load.lease.generation] * len(crossing.peer.binder.plan.sources):
+        if not crossing.sure and found != [load.lease.generation] * len(crossing.peer.binder.plan.sources):
             crossing.error = f"{load.peer} has given the blocks of the reference away: it came too late, or for a second time"
             return
         moved, predicted = sum(t.bytes for t in seen), crossing.loading.bytes

@@ -52,7 +52,8 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """`role` is what the engine is, one of those above; empty where it does not say. Newer engines may be something else."""
+    """`role` is what the engine is, one of those above; empty where it does not say. Newer engines may be something else.
+    `grace_s`: how long after a lease has ended its blocks are still left alone."""
 
     engine: Name
     incarnation: Name
@@ -60,6 +61,7 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     cards: Annotated[tuple[Card, ...], Meta(min_length=1, max_length=4096)]
     version: int = SESSION_VERSION
     role: Label = ""
+    grace_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Refusal(Struct, frozen=True, tag="refusal"):

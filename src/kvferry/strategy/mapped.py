@@ -7,6 +7,7 @@ memory open keeps it from the process that is started in its place.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,10 @@ logger = logging.getLogger("kvferry.strategy")
 
 LOOK_S: Final = 1.0
 """How often it is asked whether peers live: what a dead one leaves mapped is in the way of its successor."""
+
+TRUST_S: Final = 1.0
+"""How long device memory is read of a peer that was seen to live. Copies out of it are begun for steps that cannot do without,
+and the memory of a peer that dies meanwhile is there until it is closed here."""
 
 CLOSE_S: Final = 5.0
 """How long copies under way may take when this end is closed; what is mapped then ends with the process."""
@@ -70,6 +75,7 @@ class _Peer:
     windows: tuple[_Window, ...]
     reads: set[MappedRead] = field(default_factory=set)
     gone: bool = False
+    lived: float = -math.inf
 
     @property
     def alive(self) -> bool:
@@ -194,9 +200,11 @@ class Mapped:
         peer = self._known(prepared.peer)
         if peer is not prepared.owner:
             raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
-        if not peer.alive:
-            raise PeerGoneError(prepared.peer)
         began = self._clock()
+        if prepared.mover.memory == "dram" or began - peer.lived > TRUST_S:
+            if not peer.alive:
+                raise PeerGoneError(prepared.peer)
+            peer.lived = began
         bound, sizes = prepared.moves.bind(joined(loads)), [prepared.moves.size(tiles) for tiles in loads]
         ticket = prepared.mover.start(prepared.held, bound)
         each_s = (self._clock() - began) / len(loads)

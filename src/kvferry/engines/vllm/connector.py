@@ -145,6 +145,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        zeroed = scheduler_output.new_block_ids_to_zero
+        overwritten = self.scheduler.overwritten() if zeroed else ()
+        if overwritten:
+            scheduler_output.new_block_ids_to_zero = [block for block in zeroed if block not in overwritten] or None
         return self.scheduler.orders(idle=not scheduler_output.total_num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:

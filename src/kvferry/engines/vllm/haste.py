@@ -4,7 +4,9 @@ vLLM lets a request that waits for a load run two steps after the one in which t
 step that is most of what a hand-over costs. A load in a step holds up everybody else in it, and what fails of it must be undone
 after the step has begun. So only loads that are known to be short are made so: out of memory that is mapped, at the pace that
 was seen before; and only where vLLM undoes them whole: it fails requests by their blocks, which one group of blocks allows, and
-takes nothing of a failed request's next step where it fails rather than recomputes it.
+takes nothing of a failed request's next step where it fails rather than recomputes it. Or where nothing can fail: where the
+producer pledges to leave its blocks alone for longer than the copies take, whatever becomes of the lease. vLLM asks of such a
+connector that it fail the whole step otherwise, and that is what happens if the time is over and the lease too.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ LOAD_S: Final = 0.0005
 """About what a load costs the engine's thread: a long step takes on as many as would double it."""
 FEW: Final = 4
 """Loads that do not hold up a step to speak of, and requests that are no crowd."""
+GRACE_S: Final = 0.25
+"""Many times what passes from when a lease is seen to stand until its copies are seen to be complete, in one step; and little
+beside how long a producer's blocks are kept for a consumer anyway."""
 _REMEMBERED: Final = 16
 
 
@@ -50,6 +55,26 @@ def may_hurry(config: Any, kv_cache_config: Any) -> bool:
         and config.parallel_config.pipeline_parallel_size == 1
         and config.speculative_config is None
     )
+
+
+def may_pledge(config: Any, kv_cache_config: Any) -> bool:
+    """Whether loads of this engine can be made in a step if they cannot fail, into blocks that are the request's alone: nothing
+    is found by its hash, and of all layers either every token is kept or one state."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
+    return (
+        all(_is_whole(spec) or getattr(spec, "mamba_cache_mode", "") == "none" for spec in specs)
+        and all(group.enable_kv_transfer for group in kv_cache_config.kv_cache_groups)
+        and not config.cache_config.enable_prefix_caching
+        and config.parallel_config.pipeline_parallel_size == 1
+        and config.speculative_config is None
+    )
+
+
+def grace_s(kv_cache_config: Any) -> float:
+    """How long blocks are left alone after their lease has ended, for consumers of the same model that cannot undo a load."""
+    groups = kv_cache_config.kv_cache_groups
+    states = any(hasattr(spec, "mamba_cache_mode") for group in groups for spec in specs_of(group.kv_cache_spec))
+    return GRACE_S if states else 0.0
 
 
 def looks_ahead(config: Any) -> bool:

@@ -7,13 +7,15 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from kvferry.engines.vllm.cargo import Orders
-from kvferry.session import PeerKey
+from kvferry.session import PeerKey, Reference
 
 
 class Nearby(Protocol):
     def begin(self, orders: Orders) -> None: ...
 
     def pace(self, peer: PeerKey) -> float | None: ...
+
+    def pledge(self, peer: PeerKey, reference: Reference) -> float | None: ...
 
 
 _ranks: WeakValueDictionary[str, Nearby] = WeakValueDictionary()

@@ -10,6 +10,7 @@ Knows vLLM's requests and block ids, never bytes. A request is at most one of tw
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -25,7 +26,7 @@ import msgspec
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.drafters import without_other_drafters
-from kvferry.engines.vllm.haste import Haste, looks_ahead, may_hurry
+from kvferry.engines.vllm.haste import Haste, grace_s, looks_ahead, may_hurry, may_pledge
 from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.media import are_named_by_request
 from kvferry.engines.vllm.nearby import rank_nearby
@@ -83,7 +84,7 @@ class Stage(Enum):
 class _Decode:
     """A request that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
     `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
-    part of. `in_step`: it is loaded in the step that first computes it."""
+    part of. `in_step`: it is loaded in the step that first computes it, and `pledged` until then if it must not fail there."""
 
     family: str
     unread: Mapping[str, Any] | None = None
@@ -93,6 +94,7 @@ class _Decode:
     reason: str = ""
     stage: Stage = Stage.WAITING
     in_step: bool = False
+    pledged: float = -math.inf
     counted: bool = False
     loaded: int = 0
     unhashable: frozenset[int] = frozenset()
@@ -147,7 +149,9 @@ class SchedulerHalf:
         self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
         self._pending = _Pending()
-        self._haste = Haste(may_hurry(config, kv_cache_config), ahead=looks_ahead(config))
+        self._can_undo, self._may_pledge = may_hurry(config, kv_cache_config), may_pledge(config, kv_cache_config)
+        self._grace_s, self._ahead = grace_s(kv_cache_config), looks_ahead(config)
+        self._haste = Haste(self._can_undo, ahead=self._ahead)
         self._stats = FerryStats()
         origin = Origin(self._address, self._engine, self._incarnation, self._secret)
         self._prefills = Prefills(origin, self._producer, self._groups, self._stats, self._digest, options.lease_s / 3)
@@ -167,8 +171,12 @@ class SchedulerHalf:
                     "KVFerryConnector first"
                 )
         self._cards = tuple(self._stamped(found.card) for _, found in sorted(cards.items()))
+        if self._may_pledge and rank_nearby(self._engine) is not None:
+            self._haste = Haste(True, ahead=self._ahead)
         if self._listener is not None:
-            welcome = Welcome(self._engine, self._incarnation, self._options.lease_s, self._cards, role=self._role)
+            welcome = Welcome(
+                self._engine, self._incarnation, self._options.lease_s, self._cards, role=self._role, grace_s=self._grace_s
+            )
             self._listener.welcome(welcome, self._prefills.find)
             asking = "consumers" if self._produces else "whoever checks it"
             logger.info("%s answers %s at %s", self._engine, asking, self._address)
@@ -330,7 +338,7 @@ class SchedulerHalf:
             self._read(request, decode)
         if decode.sibling is not None and not self._has_own_reference(request, decode):
             return None, False
-        reference, decode.in_step = decode.reference, False
+        reference, decode.in_step, decode.pledged = decode.reference, False, -math.inf
         if not decode.reason and reference is not None and self._courier is not None:
             found = self._courier.peer(reference)
             if found is None:
@@ -347,8 +355,16 @@ class SchedulerHalf:
             rank = rank_nearby(self._engine)
             if rank is not None and (pace := rank.pace(peer)) is not None:
                 self._haste.saw(peer, 1, pace)
-        decode.in_step = self._haste.allows(request, peer, count)
+        if self._haste.allows(request, peer, count):
+            decode.in_step = self._can_undo or (not computed and self._is_pledged(decode, peer, reference))
         return count, not decode.in_step
+
+    def _is_pledged(self, decode: _Decode, peer: PeerKey, reference: Reference) -> bool:
+        """Whether a load in the next step cannot fail. Only a rank that has its orders with the step's can say so."""
+        rank = rank_nearby(self._engine)
+        until = rank.pledge(peer, reference) if rank is not None else None
+        decode.pledged = -math.inf if until is None else until
+        return until is not None
 
     def _refuse(self, request: Any, decode: _Decode, computed: int) -> tuple[int, bool]:
         """Recomputed here, or, where vLLM's policy is to fail, reported by the ranks as a load that failed."""
@@ -399,13 +415,25 @@ class SchedulerHalf:
                 self._pending.meetings.append(meeting)
             here = tables_of(self._groups, block_ids, reference.tokens)
         except (BadReferenceError, BindError) as error:
+            if decode.in_step:
+                raise
             logger.error("request %s is not loaded: %s", request.request_id, error)
             self._pending.refused.append(request.request_id)
             return
         decode.loaded = external
         start = reference.tokens - external
         self._pending.loads.append(
-            Load(request.request_id, peer, reference.lease, reference.tokens, start, reference.tables, here, decode.in_step)
+            Load(
+                request.request_id,
+                peer,
+                reference.lease,
+                reference.tokens,
+                start,
+                reference.tables,
+                here,
+                decode.in_step,
+                decode.pledged,
+            )
         )
         self._haste.took(peer, external, decode.in_step)
 
@@ -431,6 +459,14 @@ class SchedulerHalf:
         """vLLM hashes what was loaded when it takes the request up again, at any step from here on."""
         if decode.unhashable and self._evict is not None:
             self._evict(set(decode.unhashable))
+
+    def overwritten(self) -> set[int]:
+        """Blocks that loads in the coming step write whole, so that vLLM must not zero them: it would do that later."""
+        out: set[int] = set()
+        for load in self._pending.loads:
+            for table in load.dst.values() if load.in_step else ():
+                out.update(table if isinstance(table, list) else (table,))
+        return out
 
     def orders(self, idle: bool = False) -> Orders:
         heard = self._listener.take() if self._listener is not None else ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -18,6 +20,7 @@ from vllm.version import __version__
 
 from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.drafters import without_other_drafters
+from kvferry.engines.vllm.haste import grace_s
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.engines.vllm.options import RETRY_S, Options
@@ -27,7 +30,7 @@ from kvferry.engines.vllm.tables import spec_of
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import KVFerryError, SessionError
 from kvferry.manifest import Identity, Manifest, Rank
-from kvferry.session import Card, Ending, Ferry, Hello, Load, Outcome, PeerKey, Words, meet
+from kvferry.session import Card, Ending, Ferry, Hello, Load, Outcome, PeerKey, Reference, Words, meet
 from kvferry.session.wire import ask
 
 logger = logging.getLogger("kvferry.vllm")
@@ -52,7 +55,8 @@ class WorkerHalf:
         self._wharf: Wharf | None = None
         self._words: Words | None = None
         self._card: Card | None = None
-        self._sent: set[str] = set()
+        self._sent: deque[tuple[float, str]] = deque()
+        self._grace_s = grace_s(kv_cache_config)
         self._refused: set[str] = set()
         self._in_step: dict[str, Load] = {}
         self._idle = False
@@ -130,7 +134,7 @@ class WorkerHalf:
         for closing in orders.closing:
             self._words.kill(closing.lease)
             if closing.ending is not Ending.ABORTED:
-                self._sent.add(closing.request)
+                self._sent.append((time.monotonic() + self._grace_s, closing.request))
         for lease in orders.opened:
             self._words.live(lease)
         for peer in orders.forgotten:
@@ -145,10 +149,16 @@ class WorkerHalf:
         """Seconds a token that a load from a producer should take at most, where a step may wait for it."""
         return self._ferry.pace(peer) if self._ferry is not None else None
 
+    def pledge(self, peer: PeerKey, reference: Reference) -> float | None:
+        """Until when a load of a reference cannot fail, if it is made in the step that is being put together."""
+        if self._ferry is None:
+            return None
+        return self._ferry.pledge(peer, reference.lease, reference.tokens, reference.tables)
+
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose lease has ended, whose load is over, and those of the latter that failed; each one once. Of loads made
         in this step, vLLM is told of the blocks that failed alone."""
-        sent, self._sent = self._sent, set()
+        sent = self._sent_by(time.monotonic())
         failed, self._refused = self._refused, set()
         received = set(failed)
         lost: set[str] = set()
@@ -164,6 +174,11 @@ class WorkerHalf:
                 received.add(outcome.request)
             if outcome.error:
                 logger.error("request %s was not loaded on %s: %s", outcome.request, self._rank, outcome.error)
+                if load is not None and load.is_pledged:
+                    raise SessionError(
+                        f"request {outcome.request} is computed in this step with blocks that its producer had pledged, and "
+                        f"vLLM cannot fail it alone: {outcome.error}"
+                    )
                 (failed if load is None else lost).add(outcome.request)
                 self._invalid |= self._unloaded(load) if load is not None else set()
                 continue
@@ -171,6 +186,13 @@ class WorkerHalf:
         if loaded or in_step:
             self._note(loaded, Report(ended=frozenset(in_step), failed=frozenset(lost)))
         return sent, received, failed
+
+    def _sent_by(self, now: float) -> set[str]:
+        """Requests whose lease has ended, some grace ago."""
+        out = set()
+        while self._sent and self._sent[0][0] <= now:
+            out.add(self._sent.popleft()[1])
+        return out
 
     def _note(self, loaded: Sequence[Outcome], report: Report) -> None:
         for outcome in loaded:

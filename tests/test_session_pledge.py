@@ -1,0 +1,200 @@
+"""Loads that a producer has pledged to leave time for: what is pledged, that nothing of it can be lost, and when it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+import oracle
+from ferrying import manifests_of
+from kvferry.errors import BindError
+from kvferry.plan import Binder, make_plans
+from kvferry.session import Lease, Load, PeerKey, Release
+from session_dock import PATIENCE_S, Dock, case, dock
+from test_bind_whole import as_engines_have_it, said
+from test_session_ferry import ENOUGH, _Slow, errors, nothing_left
+from test_transfer_properties import DEPTH, cases
+
+GRACE_S = 0.25
+
+
+def docked(tp_p: int = 1, grace_s: float = GRACE_S, mapped: bool = True) -> tuple[Dock, _Slow]:
+    slow = _Slow()
+    made = dock(case(False, tp_p, 1), mapped=mapped, mover=lambda: slow, grace_s=grace_s)
+    slow.go()
+    made.step(ENOUGH)
+    return made, slow
+
+
+def pledged(made: Dock, load: Load) -> float | None:
+    return made.ferries[0].pledge(load.peer, load.lease, load.tokens, load.src)
+
+
+def end(made: Dock, lease: Lease) -> None:
+    """The lease ends, by the word of another consumer."""
+    made.producer.receive(Release("1", lease, "another"), made.clock.now)
+    made.turn()
+
+
+@pytest.mark.parametrize("tp_p", [1, 2])
+def test_a_pledged_load_arrives_though_its_lease_ends_before_its_copies_do(tp_p):
+    made, slow = docked(tp_p=tp_p)
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    until = pledged(made, load)
+    assert until == made.clock.now + GRACE_S
+    end(made, load.lease)
+    slow.sizes.clear()
+    ferry.load(replace(load, pledged=until))
+    made.clock.now += GRACE_S / 2
+    slow.go()
+    ferry.settle(["r"], PATIENCE_S)
+    (outcome,) = ferry.outcomes()
+    assert outcome.error == ""
+    assert outcome.moved == outcome.predicted == sum(slow.sizes)
+    assert made.differing() == []
+    nothing_left(made)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_after_the_time_that_was_pledged_the_lease_itself_must_stand(ends):
+    made, slow = docked()
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    ferry.load(replace(load, pledged=pledged(made, load)))
+    slow.go()
+    made.clock.now += GRACE_S
+    if ends:
+        end(made, load.lease)
+    ferry.settle(["r"], PATIENCE_S)
+    (outcome,) = ferry.outcomes()
+    assert ("has given the blocks of the reference away" in outcome.error) is ends
+    nothing_left(made)
+
+
+def test_while_something_is_pledged_nothing_is_let_go_of():
+    """A producer is forgotten, and one that died is found out, on the ferry's own thread: after the step's loads."""
+    made, _ = docked()
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    until = pledged(made, load)
+    ferry.forget(made.peer)
+    ferry.step()
+    assert made.peer in ferry._links.peers
+    made.clock.now = until
+    ferry.step()
+    assert made.peer not in ferry._links.peers
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_the_ferry_goes_on_once_a_steps_loads_are_ordered_or_settled(used):
+    made, slow = docked()
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    until = pledged(made, load)
+    if used:
+        ferry.load(replace(load, pledged=until))
+        slow.go()
+        ferry.settle(["r"], PATIENCE_S)
+    else:
+        ferry.load()
+    ferry.forget(made.peer)
+    ferry.step()
+    assert made.peer not in ferry._links.peers
+
+
+REFUSED: dict[str, Callable[[Load], Load]] = {
+    "a producer that is not known": lambda load: replace(load, peer=PeerKey("127.0.0.1:7000", "Q", "1")),
+    "another lease": lambda load: replace(load, lease=Lease(load.lease.slot, load.lease.generation + 1)),
+    "a slot that is not there": lambda load: replace(load, lease=Lease(8, load.lease.generation)),
+    "a table that is too short": lambda load: replace(load, src={**load.src, 0: list(load.src[0])[:-1]}),
+    "a table with a hole": lambda load: replace(load, src={**load.src, 0: [-1, *list(load.src[0])[1:]]}),
+    "a block that is not there": lambda load: replace(load, src={**load.src, 0: [10_000, *list(load.src[0])[1:]]}),
+    "no table": lambda load: replace(load, src={}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_nothing_is_pledged_of_what_could_not_be_loaded(what):
+    made, _ = docked()
+    load = made.load(made.lease("r"), "r", in_step=True)
+    assert pledged(made, REFUSED[what](load)) is None
+    made.ferries[0].load()
+    assert pledged(made, load) is not None
+    made.ferries[0].load()
+    nothing_left(made)
+
+
+def test_nothing_is_pledged_of_a_lease_that_one_rank_has_ended():
+    made, _ = docked(tp_p=2)
+    load = made.load(made.lease("r"), "r", in_step=True)
+    made.berths[1].words.kill(load.lease)
+    assert pledged(made, load) is None
+
+
+@pytest.mark.parametrize(("grace_s", "mapped"), [(0.0, True), (GRACE_S, False)])
+def test_nothing_is_pledged_without_grace_or_out_of_memory_that_is_not_mapped(grace_s, mapped):
+    made, _ = docked(grace_s=grace_s, mapped=mapped)
+    assert pledged(made, made.load(made.lease("r"), "r")) is None
+
+
+def test_nothing_is_pledged_of_a_producer_that_is_gone():
+    made, _ = docked()
+    load = made.load(made.lease("r"), "r", in_step=True)
+    for berth in made.berths:
+        for memory in berth.memories:
+            memory.disown()
+    assert pledged(made, load) is None
+
+
+def test_a_word_that_does_not_come_soon_pledges_nothing_and_its_place_comes_back():
+    slow = _Slow(late_words=True)
+    made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow, grace_s=GRACE_S)
+    slow.go()
+    made.step(ENOUGH)
+    ferry = made.ferries[0]
+    ticking = iter(range(1000))
+    ferry._clock = lambda: float(next(ticking))
+    assert pledged(made, made.load(made.lease("r"), "r")) is None
+    ferry._clock = made.clock
+    assert made.free_landings == [7]
+    slow.go()
+    made.step(ENOUGH)
+    assert made.free_landings == [8]
+    assert errors(made.step(ENOUGH)) == []
+
+
+def spoiled(table: Any) -> st.SearchStrategy[Any]:
+    """A table as it is, or with another block somewhere, or too short."""
+    block = st.integers(-3, 40)
+    if isinstance(table, int):
+        return st.just(table) | block
+    changed = st.tuples(st.integers(0, max(0, len(table) - 1)), block).map(
+        lambda found: [*table[: found[0]], found[1], *table[found[0] + 1 :]]
+    )
+    return st.just(table) | st.just(table) | changed | st.just(table[:-1])
+
+
+@settings(max_examples=200 * DEPTH)
+@given(cases(), st.data())
+def test_what_a_producers_tables_are_good_for_is_bound_into_any_that_are_in_order(
+    case: oracle.Case, data: st.DataObject
+) -> None:
+    producers, consumers = manifests_of(case)
+    request = as_engines_have_it(case)
+    request = replace(request, src={group: data.draw(spoiled(table)) for group, table in request.src.items()})
+    for plan in make_plans(consumers, producers):
+        binder = Binder.of_sessions(plan)
+        try:
+            binder.insist_on_source(request.tokens, request.src)
+        except BindError:
+            event("refused")
+            continue
+        bound = said(binder, request)
+        event(f"bound: {not isinstance(bound, str)}")
+        assert not isinstance(bound, str) or "consumer" in bound or "held already" in bound
