@@ -21,6 +21,9 @@ WARPS: Final = 16
 FIELDS: Final = tl.constexpr(moves.FIELDS)
 KINDS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """Elements of so many bytes."""
+MOVE_ARGUMENTS: Final = (8, 8, 4, 4, 8)
+ZERO_ARGUMENTS: Final = (8, 4)
+"""Bytes of what the kernels are launched with: addresses, and numbers that are never specialised."""
 
 
 @triton.jit
@@ -95,10 +98,16 @@ def zero(table, runs, COLUMNS: tl.constexpr):  # noqa: N803
             tl.store(target + start + columns, tl.zeros((COLUMNS,), tl.int8), start + columns < length)
 
 
-def launch(programs: int, pieces: Any, table: Any, at: int, jobs: int, moved: Any, form: Form, warps: int = WARPS) -> None:
-    """Moves of one form by so many programs; `moved` gets the bytes that each of them moved."""
-    move[(programs,)](
+def launch(programs: int, pieces: Any, table: Any, at: int, jobs: int, moved: Any, form: Form, warps: int = WARPS) -> Any:
+    """Moves of one form by so many programs; `moved` gets the bytes that each of them moved. Returns the kernel as Triton made
+    it."""
+    return move[(programs,)](
         pieces, table, at, jobs, moved,
         KIND=KINDS[form.width], UNIT=form.unit, WIDTH=form.width, COLUMNS=form.columns, ROWS=form.rows,
         num_warps=warps,
     )  # fmt: skip
+
+
+def zeroing(programs: int, table: Any, runs: int) -> Any:
+    """The kernel that did it, as Triton made it."""
+    return zero[(programs,)](table, runs, COLUMNS=4096)

@@ -22,8 +22,7 @@ from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.columns import Columns, expanded
 from kvferry.plan.schema import Lane
-from kvferry.plan.tiles import travelled
-from kvferry.strided import Ints, span
+from kvferry.strided import Ints, span, split
 
 UNITS: Final = (16, 4, 2, 1)
 ROWS: Final[Mapping[int, int]] = {8: 256, 128: 16, 1024: 4, 4096: 1}
@@ -121,27 +120,32 @@ class Moves:
         """The table of one load: jobs first, form by form, then the places that they refer to; on either side so many bytes
         further on, which are a multiple of the widest unit."""
         jobs = [job for job in self._jobs if job.key in tiles and len(tiles[job.key].src_block)]
-        rows: list[tuple[int, ...]] = []
-        places: list[Ints] = []
+        rows: list[int] = []
         starts: dict[tuple[Key, tuple[int, ...], tuple[int, ...]], int] = {}
         launches: list[Launch] = []
         at = len(jobs) * FIELDS
         for form, alike in groupby(jobs, attrgetter("form")):
             first, turn = len(rows), 0
             for job in alike:
-                placed = tiles[job.key]
-                count = len(placed.src_block)
+                count = len(tiles[job.key].src_block)
                 known = job.key, job.src_lanes, job.dst_lanes
                 if known not in starts:
                     starts[known] = at
-                    places += _offsets(self._lanes, job.src_lanes, placed.src_block, placed.src_tile, src_shift)
-                    places += _offsets(self._lanes, job.dst_lanes, placed.dst_block, placed.dst_tile, dst_shift)
                     at += (len(job.src_lanes) + len(job.dst_lanes)) * count
-                rows.append((job.first, job.count, count, starts[known], turn))
+                rows += (job.first, job.count, count, starts[known], turn)
                 turn += -(-job.count * count // form.rows)
-            launches.append(Launch(form, first * FIELDS, len(rows) - first))
-        table = np.array(rows, np.int64).reshape(-1)
-        return Bound(np.concatenate([table, *places]), tuple(launches), *self.size(tiles))
+            launches.append(Launch(form, first, (len(rows) - first) // FIELDS))
+        table: Ints = np.empty(at, np.int64)
+        table[: len(rows)] = rows
+        for (key, src_lanes, dst_lanes), start in starts.items():
+            placed = tiles[key]
+            count = len(placed.src_block)
+            here = start + len(src_lanes) * count
+            for number, index in enumerate(src_lanes):
+                _place(table[start + number * count :], self._lanes[index], placed.src_block, placed.src_tile, src_shift)
+            for number, index in enumerate(dst_lanes):
+                _place(table[here + number * count :], self._lanes[index], placed.dst_block, placed.dst_tile, dst_shift)
+        return Bound(table, tuple(launches), *self.size(tiles))
 
     def size(self, tiles: Mapping[Key, Tiles]) -> tuple[int, int]:
         """Bytes and runs of a load."""
@@ -236,11 +240,16 @@ def _common(lane: Lane) -> int:
     return int(np.gcd.reduce([lane.block_stride, *(stride for _, stride in lane.digits)]))
 
 
-def _offsets(lanes: Sequence[Lane], used: Sequence[int], block: Ints, tile: Ints, shift: int) -> Iterator[Ints]:
-    """Lane by lane, a few at a time."""
-    few = [slice(at, at + _HELD) for at in range(0, len(block), _HELD)]
-    tiles = [(block[some].astype(np.int64, copy=False), tile[some].astype(np.int64, copy=False)) for some in few]
-    for index in used:
-        for place in tiles:
-            far = travelled(lanes[index], *place)
-            yield far + shift if shift else far
+def _place(table: Ints, lane: Lane, block: Ints, tile: Ints, shift: int) -> None:
+    """A lane's places, at the beginning of a table: a few at a time, and into it at once."""
+    # To NumPy a number is an array that it makes anew in every call.
+    apart = np.array(lane.block_stride)
+    for at in range(0, len(block), _HELD):
+        some = slice(at, min(at + _HELD, len(block)))
+        far = table[some]
+        np.multiply(block[some], apart, far)
+        if lane.digits:
+            for stride, digit in split(lane.digits, tile[some].astype(np.int64, copy=False)):
+                far += digit * stride
+        if shift:
+            far += shift
