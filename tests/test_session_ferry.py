@@ -985,22 +985,37 @@ def test_of_loads_that_begin_together_one_that_cannot_be_filled_fails_alone(monk
     made = dock(case(False, 1, 1), mapped=True)
     (ferry,) = made.ferries
     fill, filled = ferry._fill, []
+    names = ("r0", "r1", "r2")
 
     def once(fills: Any) -> Any:
+        """All together, then one by one."""
         filled.append(len(fills))
-        if len(filled) == bad + 1:
+        if len(filled) in (1, bad + 2):
             raise SessionError("nothing can be zeroed")
         return fill(fills)
 
     monkeypatch.setattr(ferry, "_fill", once)
-    names = ("r0", "r1", "r2")
     ferry.load(*[made.load(made.lease(name), name, in_step=in_step) for name in names])
     if in_step:
         ferry.settle(names, PATIENCE_S)
     wanted = dict.fromkeys(names, "") | {names[bad]: "nothing can be zeroed"}
     assert {o.request: o.error for o in made.step(ENOUGH)} == wanted
-    assert all(filled)
+    assert filled == [3 * filled[1], *[filled[1]] * 3]
+    assert filled[1]
     nothing_left(made)
+
+
+def test_what_loads_that_begin_together_leave_uncopied_is_filled_together():
+    made = dock(case(True, 1, 1), mapped=True)
+    (ferry,) = made.ferries
+    alone = made.load(made.lease("r0"), "r0")
+    ferry.load(alone)
+    made.step(ENOUGH)
+    (once,) = made.filled
+    ferry.load(*[made.load(made.lease(name), name) for name in ("r1", "r2")])
+    assert {o.request: o.error for o in made.step(ENOUGH)} == {"r1": "", "r2": ""}
+    assert made.filled == [once, 2 * once]
+    assert made.differing() == []
 
 
 def test_loads_that_are_waited_for_beside_the_steps_are_copied_together_too():

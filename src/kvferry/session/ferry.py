@@ -27,6 +27,7 @@ from kvferry.plan.explain import costs
 from kvferry.session.bell import Bell
 from kvferry.session.consumer import PeerKey
 from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Tables, Warming, is_lent
+from kvferry.session.fills import joined
 from kvferry.session.links import Links
 from kvferry.session.meeting import Meeting
 from kvferry.session.reference import Lease
@@ -58,6 +59,8 @@ _SETTLING_S: Final = 0.00005
 """Between two looks at loads that a step waits for."""
 _GLANCE_S: Final = 0.001
 """How long a word may take that is looked at while a step is put together; mapped memory has it at once."""
+_FILLED: Final = 500
+"""Runs of several loads that are filled together: NumPy lets go of Python's lock for more."""
 _IDLE_S: Final = 0.05
 """Between two looks at nothing: for consumers that connect before anything is prefilled for them, who can wait."""
 
@@ -472,16 +475,30 @@ class Ferry:
         """What is to be filled, and the reads of the data; of several loads at once, if the transport can."""
         for crossing in crossings:
             crossing.link = link
-            self._attempt(crossing, self._begin_to_fill)
+        self._begin_to_fill([crossing for crossing in crossings if len(crossing.loading.fills)])
         sound = [crossing for crossing in crossings if not crossing.error]
         loads = [crossing.loading.tiles for crossing in sound]
         for prepared in link.data if sound else ():
             for crossing, read in zip(sound, read_together(self._transport, prepared, loads), strict=True):
                 crossing.reads.append(read)
 
-    def _begin_to_fill(self, crossing: Crossing) -> None:
-        if len(crossing.loading.fills):
-            crossing.filled = self._fill(crossing.loading.fills)
+    def _begin_to_fill(self, crossings: Sequence[Crossing]) -> None:
+        """All at once, unless there are many runs; if that fails, one by one: to fill twice does no harm."""
+        fills = [crossing.loading.fills for crossing in crossings]
+        if len(fills) > 1 and sum(map(len, fills)) <= _FILLED:
+            try:
+                filled = self._fill(joined(fills))
+            except KVFerryError as error:
+                logger.debug("%d loads cannot be filled together: %s", len(crossings), error)
+            else:
+                for crossing in crossings:
+                    crossing.filled = filled
+                return
+        for crossing in crossings:
+            self._attempt(crossing, self._fill_one)
+
+    def _fill_one(self, crossing: Crossing) -> None:
+        crossing.filled = self._fill(crossing.loading.fills)
 
     def _check(self, crossings: Sequence[Crossing], link: Link) -> None:
         """All data has been seen to arrive: now the words are read, which say whether it was still the lease's; of several

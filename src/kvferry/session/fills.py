@@ -20,6 +20,12 @@ class Bytes(Protocol):
     def __setitem__(self, place: Any, value: int) -> None: ...
 
 
+def joined(fills: Sequence[Fills]) -> Fills:
+    """Those of several requests, one after the other."""
+    region, offset, length = ([getattr(one, name) for one in fills] for name in ("region", "offset", "length"))
+    return Fills(np.concatenate(region), np.concatenate(offset), np.concatenate(length))
+
+
 def apply_fills(fills: Fills, memories: Sequence[Bytes]) -> None:
     """Zero a request's fills; `memories` are the rank's regions."""
     for region in np.unique(fills.region).tolist():
