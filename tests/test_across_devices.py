@@ -69,7 +69,10 @@ class LyingEnd:
         memory = manifest.regions[0].memory
         staging = host_staging(1 << 20)
         staging = replace(staging, storage=replace(staging.storage, memory=memory))
-        self.gathers = Scattered(wire, staging, LyingMover(memory), Settings((way,)))
+        mover = LyingMover(memory)
+        if staging.shared is not None:
+            mover.share(staging.shared)
+        self.gathers = Scattered(wire, staging, mover, Settings((way,)))
         self.transport = Strategies(self.gathers)
         self.words = Words(across.SLOTS, identity)
         self.transport.register(
