@@ -530,8 +530,8 @@ class Landing:
         for flight in tuple(read.flights):
             if mapped:
                 flight.ticket = 0
-            if flight.mapped is not None and self._rings is not None and not self._rings.release(flight.mapped):
-                continue
+            if flight.mapped is not None and self._rings is not None:
+                self._rings.release(flight.mapped)
             if flight.stage is _Stage.SCATTERING:
                 if flight.copies is None or not flight.copies.done:
                     continue
