@@ -35,7 +35,8 @@ from kvferry.errors import MismatchError, ScatteredError
 from kvferry.manifest import Identity, Manifest, check_manifest
 from kvferry.plan import make_plans
 from kvferry.session import Words
-from kvferry.strategy import HostMover, Strategies
+from kvferry.strategy import HostMover, Mapped, Strategies
+from kvferry.strategy.mapped import Token
 from kvferry.strategy.scattered import Scattered, Settings
 from kvferry.strategy.staging import host_staging
 from kvferry.transport import Harbour, InProcessTransport, Storage
@@ -69,7 +70,10 @@ class LyingEnd:
         memory = manifest.regions[0].memory
         staging = host_staging(1 << 20)
         staging = replace(staging, storage=replace(staging.storage, memory=memory))
-        self.gathers = Scattered(wire, staging, LyingMover(memory), Settings((way,)))
+        mover = LyingMover(memory)
+        if staging.shared is not None:
+            mover.share(staging.shared)
+        self.gathers = Scattered(wire, staging, mover, Settings((way,)))
         self.transport = Strategies(self.gathers)
         self.words = Words(across.SLOTS, identity)
         self.transport.register(
@@ -125,6 +129,22 @@ def test_every_strategy_crosses_between_devices(pair: str, to_gpu: bool, way: st
     arrival = crossed(there, here, way)
     assert_right(arrival, here, TOKENS)
     assert [set(ways) for ways in arrival.ways] == [{way} - {"direct"}]
+
+
+def test_a_ring_on_a_device_is_mapped_where_the_caches_of_both_ends_lie_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[set[str]] = []
+    connect = Mapped.connect
+
+    def noted(mapped: Mapped, name: str, tokens: Sequence[Token]) -> None:
+        opened.append({token.memory for token in tokens})
+        connect(mapped, name, tokens)
+
+    monkeypatch.setattr(Mapped, "connect", noted)
+    side = PAIRS["FLASH_ATTN, CPU_ATTN (vec)"][0]
+    arrival = crossed(side, side, "packed", 5 * side.block)
+    assert_right(arrival, side, 5 * side.block)
+    assert [set(ways) for ways in arrival.ways] == [{"packed"}]
+    assert opened == [{"vram", "dram"}]
 
 
 @pytest.mark.parametrize("tps", [(1, 2), (2, 1)], ids=["TP1 to TP2", "TP2 to TP1"])

@@ -50,6 +50,8 @@ from transport_peer import PeerProcess, Rank, allocated
 from transport_suite import TCP, TIMEOUT_S, Case, Clock, ScatteredWharf, crossing, dense_case, finish, model_case, until
 
 RATES = usual("shared memory")
+MAPS = pytest.mark.parametrize("maps", [False, True], ids=["over the wire", "ring mapped"])
+ROUTES = [("packed", False), ("packed", True), ("staged", False)]
 
 
 @dataclass
@@ -134,7 +136,11 @@ class World:
     def another(self, budget: int = 1 << 17) -> Scattered:
         """A consumer of the same blocks."""
         out = Scattered(
-            InProcessTransport("e", self.harbour, clock=self.clock), host_staging(budget), HostMover(), forced(), self.clock
+            InProcessTransport("e", self.harbour, clock=self.clock),
+            host_staging(budget, mappable=False),
+            HostMover(),
+            forced(),
+            self.clock,
         )
         out.register(self.here.storages)
         return out
@@ -168,6 +174,9 @@ class World:
         self.target.notifications()
         self.source.notifications()
         landing, gathering = self.target.landing, self.source.gathering
+        berths = [source.berths for source in self.target._sources.values() if source.berths is not None]
+        if any(one.free != one.count for one in berths):
+            return False
         return landing.free == landing.slots and gathering.free == len(gathering._words) and not gathering._words.any()
 
 
@@ -182,8 +191,8 @@ def taken_by(made: World, other: Scattered, prepared: Prepared) -> list[Read]:
     return reads
 
 
-def forced(way: Way = "packed", timeout_s: float = 30.0) -> Settings:
-    return Settings((way,), RATES, timeout_s=timeout_s)
+def forced(way: Way = "packed", timeout_s: float = 30.0, maps: bool = False) -> Settings:
+    return Settings((way,), RATES, timeout_s=timeout_s, maps=maps)
 
 
 def world(
@@ -193,16 +202,18 @@ def world(
     timeout_s: float = 30.0,
     wire: type[InProcessTransport] = InProcessTransport,
     rings: tuple[Rings, Rings] = ("both", "both"),
+    maps: bool = False,
 ) -> World:
+    """`maps`: the producer's ring is mapped by the consumer."""
     case = case or model_case("synthetic-12", "tp=1,layout=token", "tp=2")
     harbour, clock = Harbour(), Clock()
     there, here = allocated(case.producers, 1)[0], allocated(case.consumers, 2)[0]
     gatherer, scatterer = LateMover(), LateMover()
     wires = [wire(name, harbour, clock=clock, timeout_s=timeout_s) for name in "pd"]
-    settings_ = forced(way, timeout_s)
-    source = Scattered(wires[0], host_staging(budgets[0], rings[0]), gatherer, settings_, clock)
+    settings_ = forced(way, timeout_s, maps)
+    source = Scattered(wires[0], host_staging(budgets[0], rings[0], maps), gatherer, settings_, clock)
     source.register(there.storages)
-    target = Scattered(wires[1], host_staging(budgets[1], rings[1]), scatterer, settings_, clock)
+    target = Scattered(wires[1], host_staging(budgets[1], rings[1], maps), scatterer, settings_, clock)
     target.register(here.storages)
     plan = make_plans([here.manifest], Fleet([there.manifest]))[0]
     expected = [buffer.copy() for buffer in here.buffers]
@@ -213,10 +224,10 @@ def world(
     return World(case, harbour, clock, there, source, gatherer, plan, here, wires[1], target, scatterer, expected)
 
 
-@pytest.mark.parametrize("way", ["packed", "staged"])
+@pytest.mark.parametrize(("way", "maps"), ROUTES)
 @pytest.mark.parametrize("budget", [LEAST, LEAST + PAGE, 1 << 18, 1 << 23])
-def test_a_load_arrives_whatever_the_budget_and_all_slots_come_back(way: Way, budget: int) -> None:
-    made = world(way=way, budgets=(budget, LEAST))
+def test_a_load_arrives_whatever_the_budget_and_all_slots_come_back(way: Way, maps: bool, budget: int) -> None:
+    made = world(way=way, maps=maps, budgets=(budget, LEAST))
     read = made.read(notification=b"done")
     for _ in range(200):
         if made.target.poll(read) is State.DONE:
@@ -333,8 +344,9 @@ def test_too_small_a_budget_is_refused() -> None:
         host_staging(LEAST - 1)
 
 
-def test_64_loads_at_once_through_a_ring_that_is_smaller_than_one_of_them() -> None:
-    made = world(budgets=(LEAST, LEAST))
+@MAPS
+def test_64_loads_at_once_through_a_ring_that_is_smaller_than_one_of_them(maps: bool) -> None:
+    made = world(budgets=(LEAST, LEAST), maps=maps)
     prepared = made.prepare()
     assert Binder(made.plan).bind(made.case.request).bytes > 2 * made.target.landing.slots * PAGE
     reads = [made.read(prepared) for _ in range(64)]
@@ -344,8 +356,9 @@ def test_64_loads_at_once_through_a_ring_that_is_smaller_than_one_of_them() -> N
     assert made.all_back()
 
 
-def test_a_read_that_alone_is_asked_after_ends_though_others_hold_all_slots() -> None:
-    made = world(budgets=(LEAST, LEAST))
+@MAPS
+def test_a_read_that_alone_is_asked_after_ends_though_others_hold_all_slots(maps: bool) -> None:
+    made = world(budgets=(LEAST, LEAST), maps=maps)
     prepared = made.prepare()
     reads = [made.read(prepared) for _ in range(9)]
     last = reads[-1]
@@ -394,12 +407,14 @@ def test_a_short_load_behind_long_ones_ends_long_before_them() -> None:
     assert short < long[0] / 2
 
 
-@pytest.mark.parametrize("way", ["packed", "staged"])
+@pytest.mark.parametrize(("way", "maps"), ROUTES)
 @settings(max_examples=8, deadline=None)
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=24), pages=st.integers(4, 12), room=st.integers(4, 12))
-def test_loads_of_any_sizes_all_end_however_few_slots_there_are(way: Way, sizes: list[int], pages: int, room: int) -> None:
+def test_loads_of_any_sizes_all_end_however_few_slots_there_are(
+    way: Way, maps: bool, sizes: list[int], pages: int, room: int
+) -> None:
     """With one that is whole, since what is compared in the end is all of it."""
-    made = world(way=way, budgets=(pages * PAGE, room * PAGE))
+    made = world(way=way, maps=maps, budgets=(pages * PAGE, room * PAGE))
     ends = ends_of(made, [*(part_of(made, size) for size in sizes), made.tiles])
     assert all(ends)
 
@@ -445,8 +460,9 @@ def test_where_all_are_asked_after_in_turn_none_is_looked_at_by_everybody_who_wa
     assert 1 <= begun <= made.target.landing.slots
 
 
-def test_a_word_is_set_when_the_gather_is_complete_and_not_before() -> None:
-    made = world()
+@MAPS
+def test_a_word_is_set_when_the_gather_is_complete_and_not_before(maps: bool) -> None:
+    made = world(maps=maps)
     made.gatherer.late = True
     read = made.read()
     made.turn([read], 5)
@@ -486,7 +502,7 @@ def test_pieces_that_begin_together_are_asked_for_by_one_message_and_short_ones_
 ) -> None:
     made = world(budgets=(1 << 18, 1 << 17))
     landing = made.target.landing
-    landing._staging = dataclasses.replace(landing._staging, cut=Cut(shortest, PAGE, 4))
+    landing.staging = dataclasses.replace(landing.staging, cut=Cut(shortest, PAGE, 4))
     prepared = made.prepare()
     made.source.notifications()
     told, sizes = said_by(made, monkeypatch)
@@ -556,8 +572,9 @@ def test_a_producer_that_cannot_be_asked_fails_the_load_and_not_the_one_that_was
     assert made.all_back()
 
 
-def test_a_producer_expects_for_a_moment_that_it_is_asked_again() -> None:
-    made = world()
+@MAPS
+def test_a_producer_expects_for_a_moment_that_it_is_asked_again(maps: bool) -> None:
+    made = world(maps=maps)
     assert not made.source.hurried
     read = made.read()
     assert made.finish(read) == [State.DONE]
@@ -571,8 +588,9 @@ def test_a_producer_expects_for_a_moment_that_it_is_asked_again() -> None:
     assert not made.source.hurried
 
 
-def test_a_gather_that_moved_too_little_is_never_offered() -> None:
-    made = world(timeout_s=5.0)
+@MAPS
+def test_a_gather_that_moved_too_little_is_never_offered(maps: bool) -> None:
+    made = world(timeout_s=5.0, maps=maps)
     made.gatherer.short = 1
     read = made.read()
     made.turn([read], 5)
@@ -584,8 +602,9 @@ def test_a_gather_that_moved_too_little_is_never_offered() -> None:
     assert made.untouched
 
 
-def test_a_scatter_that_moved_too_little_is_no_load() -> None:
-    made = world()
+@MAPS
+def test_a_scatter_that_moved_too_little_is_no_load(maps: bool) -> None:
+    made = world(maps=maps)
     made.scatterer.short = 1
     read = made.read(notification=b"never")
     assert made.finish(read) == [State.FAILED]
@@ -595,8 +614,9 @@ def test_a_scatter_that_moved_too_little_is_no_load() -> None:
     assert made.all_back()
 
 
-def test_a_consumer_that_dies_holding_slots_holds_none_when_its_time_is_up() -> None:
-    made = world()
+@MAPS
+def test_a_consumer_that_dies_holding_slots_holds_none_when_its_time_is_up(maps: bool) -> None:
+    made = world(maps=maps)
     other = made.another()
     dead = other.read(made.prepare(other), made.tiles)
     made.source.notifications()
@@ -730,8 +750,9 @@ def test_slots_that_are_always_taken_away_fail_the_read_and_say_what_helps() -> 
     assert made.all_back()
 
 
-def test_a_gather_that_never_happens_fails_the_read_and_gives_its_slots_back() -> None:
-    made = world(timeout_s=3.0)
+@MAPS
+def test_a_gather_that_never_happens_fails_the_read_and_gives_its_slots_back(maps: bool) -> None:
+    made = world(timeout_s=3.0, maps=maps)
     read = made.read()
     for _ in range(10):
         made.clock.now += 0.5
@@ -744,8 +765,9 @@ def test_a_gather_that_never_happens_fails_the_read_and_gives_its_slots_back() -
     assert made.all_back()
 
 
-def test_a_producer_that_has_forgotten_the_plan_is_told_it_again() -> None:
-    made = world()
+@MAPS
+def test_a_producer_that_has_forgotten_the_plan_is_told_it_again(maps: bool) -> None:
+    made = world(maps=maps)
     prepared = made.prepare()
     made.source.notifications()
     made.source.gathering._plans.clear()
@@ -773,8 +795,9 @@ def test_bytes_that_land_late_land_in_a_slot_that_nobody_else_has() -> None:
     assert made.all_back()
 
 
-def test_a_destination_is_held_while_its_own_copies_run() -> None:
-    made = world(dense_case(layers=1, blocks=8))
+@MAPS
+def test_a_destination_is_held_while_its_own_copies_run(maps: bool) -> None:
+    made = world(dense_case(layers=1, blocks=8), maps=maps)
     made.scatterer.late = True
     read = made.read()
     made.turn([read], 3)
@@ -786,8 +809,9 @@ def test_a_destination_is_held_while_its_own_copies_run() -> None:
     assert made.all_back()
 
 
-def test_a_forgotten_peer_fails_its_reads_and_is_read_again_after_connecting() -> None:
-    made = world()
+@MAPS
+def test_a_forgotten_peer_fails_its_reads_and_is_read_again_after_connecting(maps: bool) -> None:
+    made = world(maps=maps)
     read = made.read()
     made.target.forget(read.peer)
     assert made.target.poll(read) is State.FAILED

@@ -23,6 +23,7 @@ from transport_suite import (
     InProcessWharf,
     MappedWharf,
     NixlWharf,
+    RingWharf,
     ScatteredWharf,
     StagedWharf,
     Wharf,
@@ -60,7 +61,13 @@ def process() -> Iterator[PeerProcess]:
     peer.close()
 
 
-BETWEEN = {"nixl": NixlWharf, "mapped": MappedWharf, "packed": ScatteredWharf, "staged": StagedWharf}
+BETWEEN = {
+    "nixl": NixlWharf,
+    "mapped": MappedWharf,
+    "packed": ScatteredWharf,
+    "packed, ring mapped": RingWharf,
+    "staged": StagedWharf,
+}
 
 
 @pytest.fixture(params=["in-process", *BETWEEN])

@@ -266,13 +266,14 @@ class ScatteredWharf(NixlWharf):
 
     budget = 1 << 18
     way: Way = "packed"
+    rings = False
 
     def __init__(self, peer: PeerProcess, ucx: dict[str, str] | None = None) -> None:
         super().__init__(peer, ucx)
         self.staging: list[Scattered] = []
 
     def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> Transport:
-        settings = Settings((self.way,), usual("shared memory"), timeout_s=timeout_s)
+        settings = Settings((self.way,), usual("shared memory"), timeout_s=timeout_s, maps=self.rings)
         self.staging.append(Scattered(super().consumer(window, timeout_s), host_staging(self.budget), HostMover(), settings))
         return self.staging[-1]
 
@@ -281,6 +282,13 @@ class ScatteredWharf(NixlWharf):
             if not transport.closed:
                 transport.close()
         super().close()
+
+
+class RingWharf(ScatteredWharf):
+    """Producers whose rings are mapped here, and whose other memory is not."""
+
+    path = "mapped ring"
+    rings = True
 
 
 class StagedWharf(ScatteredWharf):

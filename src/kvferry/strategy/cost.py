@@ -1,7 +1,8 @@
 """What a load would cost by each way, in seconds, from few numbers of the path and of the memory at its ends.
 
     direct    a round, every descriptor, the bytes on the wire
-    packed    an answer; then gather, wire and scatter beside each other, by pieces of some rounds each
+    packed    an answer; then gather, wire and scatter beside each other, by pieces of some rounds each; no wire where the ring
+              that was gathered into can be mapped
     staged    every covering stretch, its bytes on the wire; the scatter of what is in them beside it; pieces as well
     mapped    one launch, every run, the bytes
 
@@ -77,9 +78,11 @@ PCIe and NIC are what vendors and others report: nobody has measured them here."
 WORTH: Final = 1.1
 """How many times cheaper staging must be foretold to be used instead of descriptors."""
 PACKED_ROUNDS: Final = 6
+MAPPED_ROUNDS: Final = 2
 STAGED_ROUNDS: Final = 3
 """What a piece takes beyond its bytes, in rounds, as found with many small ones: to be asked for and found on the board, read,
-checked, let go of and bound; a staged one only to be read, let go of and bound. On either a round is mostly the work of this
+checked, let go of and bound; out of a mapped ring to be asked for, let go of and bound; a staged one only to be read, let go of
+and bound. On either a round is mostly the work of this
 process and of its transport, as it is where nothing but a word is read."""
 
 
@@ -174,16 +177,18 @@ def copied(copying: Copying, runs: int, moved: int) -> float:
     return copying.launch_s + runs * copying.run_s + moved * copying.byte_s
 
 
-def packed_s(load: Through, rates: Rates, piece: int, slots: int) -> float:
+def packed_s(load: Through, rates: Rates, piece: int, slots: int, mapped: bool = False) -> float:
     """The slowest of the three stages is what every further piece takes. A ring that is smaller than the load is waited for
-    once each time around."""
+    once each time around. Out of a ring that is `mapped` the copies cross the path, and are no faster than it is."""
     pieces = max(1, -(-load.staged // piece))
     share = 1 / pieces
     wire, gathering, scattering = rates.wire, rates.gathering, rates.scattering
+    carried_s = PACKED_ROUNDS * wire.round_s + wire.descriptor_s + share * load.staged * wire.byte_s
+    byte_s = max(scattering.byte_s, wire.byte_s) if mapped else scattering.byte_s
     stages = (
         copied(gathering, 0, 0) + share * (load.gathered * gathering.run_s + load.bytes * gathering.byte_s),
-        PACKED_ROUNDS * wire.round_s + wire.descriptor_s + share * load.staged * wire.byte_s,
-        copied(scattering, 0, 0) + share * (load.scattered * scattering.run_s + load.bytes * scattering.byte_s),
+        MAPPED_ROUNDS * wire.round_s if mapped else carried_s,
+        copied(scattering, 0, 0) + share * (load.scattered * scattering.run_s + load.bytes * byte_s),
     )
     slowest = max(stages) if scattering.beside else max(stages[0], stages[1] + stages[2])
     around = (pieces - 1) // slots

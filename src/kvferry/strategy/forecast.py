@@ -15,7 +15,7 @@ from kvferry.strategy.landing import piece_bytes
 from kvferry.strategy.staging import BUDGET, DEVICE_CUT, HOST_CUT, Cut, sized
 
 MAPPED: Final = ("same GPU", "NVLink", "PCIe", "shared memory")
-"""Paths inside one machine, where a producer's memory may be mapped."""
+"""Paths inside one machine, where a producer's memory may be mapped, or its ring alone."""
 USUAL: Final[Mapping[str, Rates]] = {
     **{path: cost.usual(path, cost.DEVICE, cost.DEVICE) for path in ("same GPU", "NVLink", "PCIe", "NIC")},
     **{path: cost.usual(path) for path in ("shared memory", "TCP")},
@@ -61,7 +61,7 @@ def _costs(plan: Plan, source: int, tiles: Mapping[tuple[int, int], Tiles], rate
     if found is not None:
         by_packing, by_covering = found
         piece = piece_bytes(by_packing.staged, sizes.slot, _cut(rates))
-        out["packed"] = cost.packed_s(by_packing, rates, piece, sizes.landing)
+        out["packed"] = cost.packed_s(by_packing, rates, piece, sizes.landing, rates.path in MAPPED)
         out["staged"] = cost.staged_s(by_covering, rates, piece_bytes(by_covering.staged, sizes.slot, _cut(rates)))
     return out
 

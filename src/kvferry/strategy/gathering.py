@@ -36,6 +36,7 @@ from kvferry.manifest.codec import MAX_ENCODED, decode
 from kvferry.manifest.schema import Index
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.detour import MAX_PARTS
+from kvferry.strategy.mapped import Token
 from kvferry.strategy.movers import Mover, Ticket
 from kvferry.strategy.moves import Moves
 from kvferry.strategy.staging import SECRET, Boards, Offer, Secret, Slots, Staging
@@ -131,7 +132,7 @@ class _Order:
 
 class Gathering:
     """`storages` are those that may be gathered from: whoever registers more adds to them. Without a ring to send from there is
-    no offer to be made, and nobody is heard."""
+    no offer to be made, and nobody is heard. `tokens` open the ring and the board, where they can be mapped."""
 
     def __init__(
         self,
@@ -141,6 +142,7 @@ class Gathering:
         storages: Sequence[Storage],
         slot_s: float = SLOT_S,
         clock: Callable[[], float] = time.monotonic,
+        tokens: tuple[Token, ...] = (),
     ) -> None:
         self._staging, self._words, self._mover, self._storages = staging, boards.words, mover, storages
         self._slot_s, self._clock = slot_s, clock
@@ -148,7 +150,7 @@ class Gathering:
         board, secret = boards.storage.address, secrets.token_bytes(SECRET)
         slots = staging.sizes.sending
         self.offers = slots > 0
-        self.offer = Offer(ring.address, ring.memory, ring.device, staging.slot, slots, board, secret)
+        self.offer = Offer(ring.address, ring.memory, ring.device, staging.slot, slots, board, secret, tokens)
         self._slots = Slots(slots)
         self._plans: OrderedDict[bytes, _Known] = OrderedDict()
         self._queue: deque[_Order] = deque()

@@ -2,12 +2,17 @@
 
     packed    asked ──> (its ticket is on the board) reading ──> checking (the board again) ──> scattering ──> over
     staged                                           reading ──────────────────────────────> scattering ──> over
+    mapped    asked ──> (its ticket is on the board) scattering ──> checking (the board again) ──> over
+
+Mapped is what is packed and whose ring can be mapped here: it takes no slot of the ring to land in, but a berth, of which there
+are as many as the producer has slots; its bytes go from the producer's slot to the request's blocks, and count when the board
+was looked at after that.
 
 A piece has its slot here before it is asked for, and gives it back when it is over: what has been asked for waits for nobody
 else. Slots are given to reads in the order in which they were begun, whichever of them is asked after (`turns`). The producer's
 slot is given back as soon as the board was read again. Bytes off the wire land in slots, never in a request's blocks: a read
 that fails is safe once its own copies have ended, and a slot that something may still land in is kept apart until the transport
-has let go of it.
+has let go of it. What is copied out of a mapped slot holds its read until that has ended, right or wrong.
 """
 
 from __future__ import annotations
@@ -20,12 +25,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.detour import Detour, Key, Piece, Pieces, tiles_here, tiles_there
 from kvferry.strategy.gathering import Ask, Asks, Free, Introduction, pack
+from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead
 from kvferry.strategy.movers import Mover, Ticket
 from kvferry.strategy.moves import Moves, joined
 from kvferry.strategy.sources import Source, Sources
@@ -59,7 +66,8 @@ class _Stage(Enum):
 
 @dataclass(eq=False)
 class _Flight:
-    """A piece under way in one slot here and, if it is packed, in slot `there` of the producer. A `read` may be of several."""
+    """A piece under way in one slot here and, if it is packed, in slot `there` of the producer. A `read` may be of several.
+    `mapped`: what is copied out of the producer's slot as it is mapped here."""
 
     piece: Piece
     slot: int
@@ -72,13 +80,14 @@ class _Flight:
     read: Read | None = None
     after: int = 0
     copies: Ticket | None = None
+    mapped: MappedRead | None = None
     size: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Detoured:
     """One way of a plan through staging. `wire` is what the transport prepared of a staged one, `plan` and `digest` are what a
-    packed one is asked by."""
+    packed one is asked by; `mapped`: how it is copied out of a ring that is mapped here."""
 
     way: Way
     peer: str
@@ -89,6 +98,7 @@ class Detoured:
     source: Source | None = None
     plan: bytes = b""
     digest: bytes = b""
+    mapped: MappedPrepared | None = None
 
 
 @dataclass(eq=False)
@@ -124,7 +134,8 @@ class DetouredRead:
 
 
 class Landing:
-    """Pieces off `wire`; `mover` takes them out of the ring. `timeout_s`: how long a read may go without anything happening."""
+    """Pieces off `wire`; `mover` takes them out of the ring. `timeout_s`: how long a read may go without anything happening.
+    `rings`: producers' rings that are mapped here."""
 
     def __init__(
         self,
@@ -134,10 +145,11 @@ class Landing:
         mover: Mover,
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
+        rings: Mapped | None = None,
     ) -> None:
-        self._wire, self._staging, self._mover = wire, staging, mover
+        self._wire, self.staging, self._mover, self._rings = wire, staging, mover, rings
         self._timeout_s, self._clock = timeout_s, clock
-        self.sources = Sources(wire, staging, boards)
+        self.sources = Sources(wire, staging, boards, rings)
         self._slots = Slots(staging.sizes.landing)
         self._limbo: list[tuple[Read, int]] = []
         self._freed: dict[Source, list[int]] = {}
@@ -180,15 +192,33 @@ class Landing:
         if not self._slots.count:
             raise TransportError("this end only sends, and has no ring to land in; give it the role of one that reads as well")
 
-    def room(self, offer: Offer) -> int:
-        """Bytes of a piece that fit a slot on either side."""
-        return min(offer.slot, self._staging.slot)
+    def meet(self, peer: str, offer: Offer) -> Source:
+        """Raises TransportError where nothing can be read out of the producer's ring."""
+        self.require()
+        return self.sources.meet(peer, offer, self._mover.memory)
+
+    def room(self, source: Source) -> int:
+        """Bytes of a piece that fit a slot: on either side, or the producer's if it is mapped here."""
+        return source.offer.slot if source.berths is not None else min(source.offer.slot, self.staging.slot)
+
+    def berths(self, source: Source) -> int:
+        """How many pieces a load may have under way."""
+        return source.berths.count if source.berths is not None else min(self._slots.count, source.offer.slots)
 
     def leave(self, source: Source) -> None:
         """Nothing more is read of a producer, nor is it told what is free."""
         self._freed.pop(source, None)
         self.sources.leave(source)
         self.tidy()
+
+    def mapped(self, plan: Plan, source: Source) -> MappedPrepared | None:
+        """The way out of a producer's first slot, where its ring is mapped here; `plan` has a slot as its only source."""
+        if self._rings is None or source.berths is None:
+            return None
+        offer, (slot,) = source.offer, plan.sources[0].regions
+        there = msgspec.structs.replace(slot, address=offer.ring, memory=offer.memory, device=offer.device)
+        side = msgspec.structs.replace(plan.sources[0], regions=(there,))
+        return self._rings.prepare(msgspec.structs.replace(plan, sources=(side,)), 0, source.peer)
 
     def scattering(self, plan: Plan, storages: list[Storage]) -> tuple[Moves, Any]:
         """The way out of staging, for a mover; `plan` has it as its only source."""
@@ -200,7 +230,7 @@ class Landing:
             stop = region.address + region.length
             if not any(s.address <= region.address and stop <= s.address + s.length for s in storages):
                 raise TransportError(f"region {region.name} lies in no registered storage; register it first")
-        landing = self._staging.landing.address
+        landing = self.staging.landing.address
         moves = Moves(plan, 0, lambda _: landing, lambda index: ours[index].address)
         return moves, self._mover.prepare(moves)
 
@@ -215,10 +245,10 @@ class Landing:
         own = {part.key for part in detoured.detour.parts}
         counts = {key: len(found.src_block) for key, found in tiles.items() if key in own}
         parts = detoured.detour.parts
-        most = self._staging.slot if detoured.source is None else self.room(detoured.source.offer)
+        most = self.staging.slot if detoured.source is None else self.room(detoured.source)
         least = 2 * max((part.size for part in parts), default=0)
         staged = sum(part.size * counts.get(part.key, 0) for part in parts)
-        room = min(most, max(least, piece_bytes(staged, most, self._staging.cut)))
+        room = min(most, max(least, piece_bytes(staged, most, self.staging.cut)))
         read = DetouredRead(detoured, tiles, Pieces(parts, counts), now, now, room, staged, notification)
         read.size = sum(part.bytes * counts.get(part.key, 0) for part in parts)
         self._running[read] = None
@@ -280,6 +310,8 @@ class Landing:
             if source is not None:
                 urgent = any(flight.stage is _Stage.CHECKING for flight in read.flights)
                 asked = any(flight.stage is _Stage.ASKED for flight in read.flights)
+                if self._freed:
+                    self._free_there()
                 if self.sources.look(source, urgent or (asked and not looked)):
                     looked = looked or not urgent
                     continue
@@ -313,18 +345,26 @@ class Landing:
                     self._see_off(read)
 
     def _begin_pieces(self) -> None:
-        while self._waiting:
-            slot = self._slots.take()
+        for slots in {id(found): found for found in map(self._slots_of, self._waiting)}.values():
+            self._begin_in(slots)
+
+    def _slots_of(self, read: DetouredRead) -> Slots:
+        """What its pieces take one of: slots to land in, or berths at a producer whose ring is mapped."""
+        source = read.detoured.source
+        return source.berths if source is not None and source.berths is not None else self._slots
+
+    def _begin_in(self, slots: Slots) -> None:
+        while waiting := [read for read in self._waiting if self._slots_of(read) is slots]:
+            slot = slots.take()
             if slot is None:
                 self.tidy()
                 return
-            waiting = tuple(self._waiting)
-            usable = self._slots.count - len({kept for _, kept in self._limbo})
+            usable = slots.count - (len({kept for _, kept in self._limbo}) if slots is self._slots else 0)
             read = waiting[turn([(len(it.flights), it.left) for it in waiting], usable)]
             try:
                 self._begin(read, slot)
             except TransportError as error:
-                self._slots.give(slot)
+                slots.give(slot)
                 read.fail(str(error))
                 self._see_off(read)
             except Exception as error:
@@ -337,7 +377,7 @@ class Landing:
         if detoured.source is None:
             if detoured.wire is None:
                 raise TransportError(f"peer {read.peer}: {detoured.way} was not prepared")
-            piece = read.pieces.take(slot * self._staging.slot, read.room)
+            piece = read.pieces.take(slot * self.staging.slot, read.room)
             flight = _Flight(piece, slot, _Stage.READING)
             flight.read = self._wire.read(detoured.wire, tiles_there(piece, detoured.detour.parts, read.tiles))
         else:
@@ -381,16 +421,36 @@ class Landing:
                     else:
                         other.stage, other.after = _Stage.CHECKING, source.begun
         elif flight.stage is _Stage.CHECKING and source is not None and source.seen > flight.after:
-            if source.words[flight.there] == flight.ticket:
-                self._freed.setdefault(source, []).append(flight.ticket)
+            if source.words[flight.there] != flight.ticket:
+                self._again(read, flight, source, "a slot was given to another while it was read")
+                return
+            self._freed.setdefault(source, []).append(flight.ticket)
+            if source.berths is None:
                 self._scatter(read, flight)
             else:
-                self._again(read, flight, source, "a slot was given to another while it was read")
+                self._over(read, flight)
         elif flight.stage is _Stage.SCATTERING and flight.copies is not None and flight.copies.done:
-            read.moved += flight.copies.moved
-            read.moved_at = self._clock()
-            read.flights.remove(flight)
-            self._slots.give(flight.slot)
+            if flight.mapped is None or source is None:
+                self._over(read, flight)
+            elif self._copied(read, flight.mapped):
+                flight.mapped = None
+                flight.stage, flight.after = _Stage.CHECKING, source.begun
+
+    def _over(self, read: DetouredRead, flight: _Flight) -> None:
+        """All of a piece is in its places, and nobody can have written to its slot meanwhile."""
+        read.moved += flight.copies.moved if flight.copies is not None else 0
+        read.moved_at = self._clock()
+        read.flights.remove(flight)
+        self._slots_of(read).give(flight.slot)
+
+    def _copied(self, read: DetouredRead, mapped: MappedRead) -> bool:
+        """Whether all that was to be copied out of a mapped slot was; then the slot may be closed."""
+        if self._rings is None or self._rings.poll(mapped) is not State.DONE:
+            read.fail(mapped.error)
+            return False
+        read.runs += mapped.runs
+        read.moved_at = self._clock()
+        return self._rings.release(mapped)
 
     def _told(self, read: DetouredRead, wire: Read) -> bool:
         """Note what the transport says of a read that is over, and let it go."""
@@ -402,7 +462,8 @@ class Landing:
 
     def _fetch(self, read: DetouredRead, source: Source) -> None:
         """Begin to read what has been gathered, short pieces by one read: a long one is scattered, and its slot given back,
-        while the next is on the wire. Ask once more for what has not been gathered for long."""
+        while the next is on the wire. What is mapped is copied at once; one piece alone where that was done by this thread, so
+        that its slot is given back before the next. Ask once more for what has not been gathered for long."""
         ready: list[list[_Flight]] = []
         held = 0
         for flight in (it for it in read.flights if it.stage is _Stage.ASKED):
@@ -410,7 +471,7 @@ class Landing:
             if len(at):
                 flight.there = int(at[0])
                 held += flight.piece.stop
-                if not ready or held > self._staging.cut.shortest:
+                if not ready or held > self.staging.cut.shortest:
                     ready.append([])
                     held = flight.piece.stop
                 ready[-1].append(flight)
@@ -420,7 +481,14 @@ class Landing:
                 source.introduced.discard(read.detoured.digest)
                 self.introduce(read.detoured)
                 self._wire.notify(source.peer, pack(flight.ask))
-        own = self._staging.slot
+        if source.berths is not None:
+            for flight in (it for several in ready for it in several):
+                read.moved_at = self._clock()
+                self._scatter(read, flight)
+                if flight.copies is not None and flight.copies.done:
+                    return
+            return
+        own = self.staging.slot
         for several in ready:
             found = joined([pages(source.offer, it.there, own, it.slot, it.piece.stop) for it in several])
             wire = self._wire.read(source.ring, found)
@@ -439,7 +507,12 @@ class Landing:
     def _scatter(self, read: DetouredRead, flight: _Flight) -> None:
         """Out of the slot; of a packed piece the tables count from the slot's beginning."""
         detoured = read.detoured
-        shift = flight.slot * self._staging.slot if detoured.source is not None else 0
+        if detoured.mapped is not None and detoured.source is not None and self._rings is not None:
+            tiles = tiles_here(flight.piece, detoured.detour.parts, read.tiles)
+            flight.mapped = self._rings.read(detoured.mapped, tiles, src_shift=flight.there * detoured.source.offer.slot)
+            flight.copies, flight.stage = flight.mapped.ticket, _Stage.SCATTERING
+            return
+        shift = flight.slot * self.staging.slot if detoured.source is not None else 0
         bound = detoured.moves.bind(tiles_here(flight.piece, detoured.detour.parts, read.tiles), src_shift=shift)
         flight.copies, flight.stage = self._mover.start(detoured.held, bound), _Stage.SCATTERING
 
@@ -451,18 +524,23 @@ class Landing:
 
     def _abandon(self, read: DetouredRead) -> None:
         """Give up what is on the wire; its slots are kept apart until nothing can land there."""
-        tickets = [flight.ticket for flight in read.flights if flight.ticket and flight.stage is not _Stage.SCATTERING]
+        source, slots = read.detoured.source, self._slots_of(read)
+        mapped = source is not None and source.berths is not None
+        tickets = [it.ticket for it in read.flights if it.ticket and (mapped or it.stage is not _Stage.SCATTERING)]
         for flight in tuple(read.flights):
+            if mapped:
+                flight.ticket = 0
+            if flight.mapped is not None and self._rings is not None:
+                self._rings.release(flight.mapped)
             if flight.stage is _Stage.SCATTERING:
                 if flight.copies is None or not flight.copies.done:
                     continue
-                self._slots.give(flight.slot)
+                slots.give(flight.slot)
             elif flight.read is None:
-                self._slots.give(flight.slot)
+                slots.give(flight.slot)
             else:
                 self._limbo.append((flight.read, flight.slot))
             read.flights.remove(flight)
-        source = read.detoured.source
         if tickets and source is not None and not source.dropped:
             try:
                 self._wire.notify(source.peer, pack(Free(source.offer.secret, tuple(tickets))))

@@ -6,6 +6,7 @@ memory open keeps it from the process that is started in its place.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import time
@@ -146,9 +147,13 @@ class Mapped:
         self._leaving: list[_Peer] = []
         self._looked = clock()
 
+    def admit(self, storages: Sequence[Storage]) -> None:
+        """Loads may be copied into the storages; nothing is said of who else may map them."""
+        self._storages += storages
+
     def register(self, storages: Sequence[Storage]) -> tuple[Token, ...]:
         """What opens the storages elsewhere; raises TransportError where one of them cannot be mapped."""
-        self._storages += storages
+        self.admit(storages)
         return tuple(Token(s.address, s.length, s.memory, s.device, self._mover(s.memory).export(s)) for s in storages)
 
     def _mover(self, memory: Literal["dram", "vram"]) -> Mover:
@@ -188,13 +193,27 @@ class Mapped:
         mover = self._mover(kinds.pop() if kinds else "dram")
         return MappedPrepared(name, len(moves.pieces), moves, mover, mover.prepare(moves), peer)
 
-    def read(self, prepared: MappedPrepared, tiles: Mapping[Key, Tiles], notification: bytes = b"") -> MappedRead:
-        (read,) = self.read_together(prepared, [tiles])
+    def where(self, name: str, region: Region) -> int:
+        """Where a peer's region begins in this process; raises TransportError where not all of it is mapped."""
+        return _mapped(region, self._known(name).windows, name)
+
+    def peek(self, name: str, region: Region) -> bytes:
+        """A few bytes of a peer's host memory, as they are now; raises PeerGoneError where it has died."""
+        if not self._known(name).alive:
+            raise PeerGoneError(name)
+        return ctypes.string_at(self.where(name, region), region.length)
+
+    def read(
+        self, prepared: MappedPrepared, tiles: Mapping[Key, Tiles], notification: bytes = b"", src_shift: int = 0
+    ) -> MappedRead:
+        (read,) = self.read_together(prepared, [tiles], src_shift)
         read.notification = notification
         return read
 
-    def read_together(self, prepared: MappedPrepared, loads: Sequence[Mapping[Key, Tiles]]) -> list[MappedRead]:
-        """Several loads by one launch, which all of them wait for."""
+    def read_together(
+        self, prepared: MappedPrepared, loads: Sequence[Mapping[Key, Tiles]], src_shift: int = 0
+    ) -> list[MappedRead]:
+        """Several loads by one launch, which all of them wait for; out of so many bytes further on than was prepared."""
         if prepared.owner.gone:
             raise PeerGoneError(prepared.peer)
         peer = self._known(prepared.peer)
@@ -205,7 +224,7 @@ class Mapped:
             if not peer.alive:
                 raise PeerGoneError(prepared.peer)
             peer.lived = began
-        bound, sizes = prepared.moves.bind(joined(loads)), [prepared.moves.size(tiles) for tiles in loads]
+        bound, sizes = prepared.moves.bind(joined(loads), src_shift), [prepared.moves.size(tiles) for tiles in loads]
         ticket = prepared.mover.start(prepared.held, bound)
         each_s = (self._clock() - began) / len(loads)
         reads = [

@@ -2,7 +2,8 @@
 
 To whoever reads it is a transport like any other, with the same promises. Each load goes the way that costs least by the
 numbers of its path, out of those that were asked for: by descriptors (`direct`), gathered by the producer (`packed`), or
-covered and extracted here (`staged`). What cannot go by staging goes by descriptors, and that is said once.
+covered and extracted here (`staged`). What cannot go by staging goes by descriptors, and that is said once. A producer's ring
+is mapped where it can be, though its caches may not: what it gathers is then copied out of it as it is.
 
 A process has both parts, or the one that it has a ring for: others ask it to gather what it holds, and it lands what it reads.
 One thread calls it.
@@ -29,7 +30,8 @@ from kvferry.strategy import cost
 from kvferry.strategy.cost import Copying, Counter, Rates, Way, Wire
 from kvferry.strategy.gathering import MARK, SLOT_S, Gathering, digest_of
 from kvferry.strategy.landing import TIMEOUT_S, Detoured, DetouredRead, Landing, piece_bytes
-from kvferry.strategy.movers import Mover
+from kvferry.strategy.mapped import Mapped, PeerGoneError, Token
+from kvferry.strategy.movers import HostMover, Mover
 from kvferry.strategy.probing import copying_of, probed
 from kvferry.strategy.sources import Source
 from kvferry.strategy.staging import Boards, Offer, Staging
@@ -44,12 +46,13 @@ _PARTS: Final = 8
 """Tiles that are larger than this part of a slot are cut, so that little of a slot is left over."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Connection:
-    """A peer from when it was connected until it is forgotten."""
+    """A peer from when it was connected until it is forgotten; `gone`: because it has died."""
 
     digest: bytes
     offer: Offer | None
+    gone: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,37 +65,38 @@ class ScatteredPrepared:
     detours: Mapping[Way, Detoured]
     counter: Counter
     rates: Rates
-    staging: Staging
+    landing: Landing
     connection: _Connection
     anywhere: bool = False
 
     def costs(self, tiles: Mapping[tuple[int, int], Tiles]) -> dict[Way, float]:
         """Seconds that the load would take by each way."""
         out: dict[Way, float] = {}
-        sizes, cut = self.staging.sizes, self.staging.cut
+        slot, cut = self.landing.staging.slot, self.landing.staging.cut
         if self.direct is not None:
             out["direct"] = cost.direct_s(self.counter.count(tiles), self.rates)
         for way, found in self.detours.items():
             load = cost.through(found.detour, tiles)
             if found.source is not None:
-                offer = found.source.offer
-                piece = piece_bytes(load.staged, min(sizes.slot, offer.slot), cut)
-                out[way] = cost.packed_s(load, self.rates, piece, min(sizes.landing, offer.slots))
+                piece = piece_bytes(load.staged, self.landing.room(found.source), cut)
+                slots = self.landing.berths(found.source)
+                out[way] = cost.packed_s(load, self.rates, piece, slots, found.mapped is not None)
             else:
-                out[way] = cost.staged_s(load, self.rates, piece_bytes(load.staged, sizes.slot, cut))
+                out[way] = cost.staged_s(load, self.rates, piece_bytes(load.staged, slot, cut))
         return out
 
 
 @dataclass(frozen=True)
 class Settings:
     """`ways`: those that are allowed; one alone is forced. `rates` of every path, `copying` at this end: instead of what is
-    measured."""
+    measured. `maps`: whether others may map the ring here, and theirs are mapped."""
 
     ways: tuple[Way, ...] = ("packed", "staged", "direct")
     rates: Rates | None = None
     copying: Copying | None = None
     timeout_s: float = TIMEOUT_S
     slot_s: float = SLOT_S
+    maps: bool = True
 
 
 class Scattered:
@@ -108,10 +112,14 @@ class Scattered:
     ) -> None:
         self._wire, self._settings, self._clock = wire, settings or Settings(), clock
         self._storages: list[Storage] = []
-        boards = Boards(staging.sizes.sending)
+        maps = self._settings.maps
+        boards = Boards(staging.sizes.sending, maps and staging.sizes.sending > 0)
         self._staging = staging
-        self.gathering = Gathering(staging, boards, mover, self._storages, self._settings.slot_s, clock)
-        self.landing = Landing(wire, staging, boards, mover, self._settings.timeout_s, clock)
+        host = mover if isinstance(mover, HostMover) and mover.memory == "dram" else HostMover()
+        self._rings = Mapped([host] if host is mover else [host, mover], clock) if maps else None
+        tokens = _tokens(self._rings, host, staging, boards)
+        self.gathering = Gathering(staging, boards, mover, self._storages, self._settings.slot_s, clock, tokens)
+        self.landing = Landing(wire, staging, boards, mover, self._settings.timeout_s, clock, self._rings)
         self._wire.register([staging.storage, boards.storage])
         self._copying = self._settings.copying or cost.HOST
         if self._settings.copying is None and self._settings.rates is None and self._settings.ways != ("direct",):
@@ -122,6 +130,8 @@ class Scattered:
         self._rates: dict[str, Rates] = {}
         self._reads: set[DetouredRead] = set()
         self._said: set[str] = set()
+        self._mapped: set[str] = set()
+        self._heard: list[tuple[str, bytes]] = []
         self.carried: Tally[str] = Tally()
         self.closed = False
 
@@ -137,6 +147,8 @@ class Scattered:
     def register(self, storages: Sequence[Storage]) -> None:
         self._wire.register(storages)
         self._storages += storages
+        if self._rings is not None:
+            self._rings.admit(storages)
 
     def metadata(self) -> bytes:
         """The transport's own, and the ring to send from, if there is one: an end without staging reads it all the same."""
@@ -188,7 +200,7 @@ class Scattered:
             raise TransportError(f"peer {peer}: {'; '.join(reasons)}")
         rates = self.rates(peer)
         rows = direct.rows if direct is not None else sum(len(found.moves.pieces) for found in detours.values())
-        return ScatteredPrepared(peer, rows, direct, detours, counter, rates, self._staging, self._connected(peer))
+        return ScatteredPrepared(peer, rows, direct, detours, counter, rates, self.landing, self._connected(peer))
 
     def _reach(self, plan: Plan, source: int, peer: str) -> None:
         """Raises TransportError where the transport does not reach all of the peer's memory: then there is no way at all.
@@ -204,11 +216,12 @@ class Scattered:
 
     def _packed(self, plan: Plan, source: int, peer: str) -> Detoured:
         met = self._source(peer)
-        room = self.landing.room(met.offer)
+        room = self.landing.room(met)
         detour = packed(plan, source, room, room // _PARTS)
         encoded = encode(detour.there)
-        moves, held = self.landing.scattering(detour.here, self._storages)
-        out = Detoured("packed", peer, detour, moves, held, None, met, encoded, digest_of(encoded))
+        mapped = self.landing.mapped(detour.here, met)
+        moves, held = (mapped.moves, mapped.held) if mapped else self.landing.scattering(detour.here, self._storages)
+        out = Detoured("packed", peer, detour, moves, held, None, met, encoded, digest_of(encoded), mapped)
         self.landing.introduce(out)
         return out
 
@@ -230,8 +243,7 @@ class Scattered:
             offer = self._connected(peer).offer
             if offer is None:
                 raise TransportError("it does not gather: it has no ring to send from")
-            self.landing.require()
-            self._sources[peer] = self.landing.sources.meet(peer, offer)
+            self._sources[peer] = self.landing.meet(peer, offer)
         return self._sources[peer]
 
     def rates(self, peer: str) -> Rates:
@@ -261,6 +273,8 @@ class Scattered:
     def read(self, prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> Read:
         if not isinstance(prepared, ScatteredPrepared):
             return self._wire.read(prepared, tiles, notification)
+        if prepared.connection.gone:
+            raise PeerGoneError(prepared.peer)
         if self._connected(prepared.peer) is not prepared.connection:
             raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
         costs = prepared.costs(tiles)
@@ -269,6 +283,8 @@ class Scattered:
         if way == "direct" and prepared.direct is not None:
             self.carried[way] += 1
             return self._wire.read(prepared.direct, tiles, notification)
+        if prepared.detours[way].mapped is not None:
+            self._mapped.add(prepared.peer)
         read = self.landing.read(prepared.detours[way], tiles, notification)
         self._reads.add(read)
         self.carried[way] += 1
@@ -298,6 +314,11 @@ class Scattered:
             return self._wire.poll(read)
         if read.state is State.RUNNING:
             self.landing.poll(read)
+            if read.detoured.mapped is not None:
+                try:
+                    self._listen()
+                except TransportError as error:
+                    read.fail(str(error))
         self._notify_if_done(read)
         return read.state
 
@@ -310,6 +331,10 @@ class Scattered:
         except TransportError as error:
             read.state = State.RUNNING
             read.fail(f"all bytes arrived, but it cannot be notified: {error}")
+
+    def _listen(self) -> None:
+        """What is asked for out of a mapped ring leaves with the transport's next turn, and no read of it gives it one."""
+        self._heard += self._wire.notifications()
 
     def telemetry(self, read: Read) -> Telemetry:
         return self.landing.telemetry(read) if isinstance(read, DetouredRead) else self._wire.telemetry(read)
@@ -326,9 +351,13 @@ class Scattered:
         self._wire.notify(peer, message)
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Those that are not about gathering; that is done meanwhile."""
+        """Those that are not about gathering; that is done meanwhile. Peers that have died are let go of."""
+        for name in self._rings.look() if self._rings is not None else ():
+            self._leave(name, gone=True)
         out = []
-        for sender, message in self._wire.notifications():
+        self._listen()
+        heard, self._heard = self._heard, []
+        for sender, message in heard:
             if message.startswith(MARK):
                 self.gathering.hear(message)
             else:
@@ -338,17 +367,25 @@ class Scattered:
         return out
 
     def path(self, peer: str) -> Path:
-        return self._wire.path(peer)
+        return Path("mapped ring") if peer in self._mapped else self._wire.path(peer)
 
     def forget(self, peer: str) -> None:
+        self._leave(peer)
+
+    def _leave(self, peer: str, gone: bool = False) -> None:
         """A peer that lives learns which of its slots are free, while there is still a way to tell it."""
+        source = self._sources.pop(peer, None)
+        if source is not None:
+            source.dropped = gone
         for read in self._reads:
             if read.peer == peer:
-                read.fail("it was forgotten here")
+                read.fail("its process has ended" if gone else "it was forgotten here")
                 self.landing.release(read)
-        self._offers.pop(peer, None)
+        connection = self._offers.pop(peer, None)
+        if connection is not None:
+            connection.gone = gone
         self._rates.pop(peer, None)
-        source = self._sources.pop(peer, None)
+        self._mapped.discard(peer)
         if source is not None:
             source.dropped = True
         self._wire.forget(peer)
@@ -359,4 +396,23 @@ class Scattered:
         for read in self._reads:
             read.fail("this end was closed")
         self.closed = True
+        if self._rings is not None:
+            self._rings.close()
         self._wire.close()
+        for shared in (self._staging.shared, self._keep.shared):
+            if shared is not None:
+                shared.close()
+
+
+def _tokens(rings: Mapped | None, host: HostMover, staging: Staging, boards: Boards) -> tuple[Token, ...]:
+    """What opens the ring to send from and its board elsewhere; none where others cannot map both."""
+    if rings is None or not staging.sizes.sending:
+        return ()
+    for shared in (staging.shared, boards.shared):
+        if shared is not None:
+            host.share(shared)
+    try:
+        return rings.register([staging.sending, boards.board])
+    except TransportError as error:
+        logger.info("the ring here cannot be mapped by others (%s): it is read over the transport", error)
+        return ()

@@ -21,7 +21,7 @@ import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -44,17 +44,21 @@ Memory = npt.NDArray[np.uint8]
 
 
 class SharedBytes:
-    """`length` bytes of zeros, at `address`; other processes open them by `name` and `nonce`."""
+    """`length` bytes of zeros, at `address`; other processes open them by `name` and `nonce` until they are closed here, or
+    nobody holds them any more."""
 
     def __init__(self, length: int) -> None:
         for path in FOLDER.glob("kvferry-*"):
             _sweep(path)
-        self.name, self.nonce, self.length, self._lock = "", secrets.token_bytes(NONCE), length, -1
+        self.nonce, self.length = secrets.token_bytes(NONCE), length
         try:
             self.name, self._lock = _locked()
-            self._map = _reserved(FOLDER / self.name, HEADER + length)
+            self._closing = finalize(self, _give_back, FOLDER / self.name, self._lock)
+            with ExitStack() as undo:
+                undo.callback(self.close)
+                self._map = _reserved(FOLDER / self.name, HEADER + length)
+                undo.pop_all()
         except OSError as error:
-            self.close()
             raise TransportError(f"no memory can be shared with other processes in {FOLDER}: {error}") from error
         self._map[:NONCE] = self.nonce
         self.bytes: Memory = np.frombuffer(self._map, np.uint8, length, HEADER)
@@ -66,15 +70,12 @@ class SharedBytes:
 
     def close(self) -> None:
         """Give the name and the lock back; the memory stays while arrays of it are in use."""
-        if self._lock >= 0:
-            (FOLDER / self.name).unlink(missing_ok=True)
-            self.disown()
+        self._closing()
 
     def disown(self) -> None:
         """Leave the memory to another process that holds the same lock; this one's death then says nothing of it."""
-        if self._lock >= 0:
+        if self._closing.detach() is not None:
             os.close(self._lock)
-            self._lock = -1
 
 
 class OpenedBytes:
@@ -124,6 +125,11 @@ def _leave_to_the_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+def _give_back(path: Path, lock: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(lock)
 
 
 def _ours(found: os.stat_result) -> bool:

@@ -8,6 +8,7 @@ slot reads the board of words before, to find its ticket, and again after.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 from math import gcd
@@ -21,7 +22,11 @@ from kvferry.errors import TransportError
 from kvferry.manifest.schema import FULL, Address, Group, Identity, Index, Region, StatePaged
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.schema import Edge, Grain, Lane, Need, Run, Side
+from kvferry.strategy.mapped import Tokens
+from kvferry.strategy.shared import SharedBytes
 from kvferry.transport.contract import Storage
+
+logger = logging.getLogger("kvferry.strategy")
 
 PAGE: Final = 1 << 14
 """Slots are a multiple of it."""
@@ -62,7 +67,8 @@ quarter of one, and the device 0.2 ms for 256 MiB: a few calls, each of which wa
 
 
 class Offer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What consumers must know of a producer's ring. Who knows the secret could read all that is gathered here anyway."""
+    """What consumers must know of a producer's ring. Who knows the secret could read all that is gathered here anyway.
+    `tokens` open the ring and the board, where they can be mapped."""
 
     ring: Address
     memory: Memory
@@ -71,6 +77,7 @@ class Offer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     slots: Annotated[int, Meta(ge=1, le=_MOST_SLOTS)]
     board: Address
     secret: Secret
+    tokens: Tokens = ()
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,14 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Staging:
-    """The rings in one storage, the ring to send from first; `keep` is whatever owns the memory."""
+    """The rings in one storage, the ring to send from first; `keep` is whatever owns the memory, `shared` what others map it
+    by, if it lies in host memory that they can."""
 
     storage: Storage
     sizes: Sizes
     keep: Any = None
     cut: Cut = HOST_CUT
+    shared: SharedBytes | None = None
 
     @property
     def slot(self) -> int:
@@ -128,12 +137,22 @@ def _round(length: int) -> int:
     return length // unit * unit
 
 
-def host_staging(budget: int = BUDGET, rings: Rings = "both") -> Staging:
+def host_staging(budget: int = BUDGET, rings: Rings = "both", mappable: bool = True) -> Staging:
+    """A ring to send from lies where others can map it, unless that is not wanted or there is no room."""
     sizes = sized(budget, rings=rings)
-    memory = np.empty(sizes.bytes + PAGE, np.uint8)
+    shared = _shared(sizes.bytes + PAGE) if mappable and sizes.sending else None
+    memory = np.empty(sizes.bytes + PAGE, np.uint8) if shared is None else shared.bytes
     memory.fill(0)  # Pages that nobody has touched yet would cost the first loads more than their bytes.
     address = int(memory.ctypes.data)
-    return Staging(Storage(address + -address % PAGE, sizes.bytes), sizes, memory)
+    return Staging(Storage(address + -address % PAGE, sizes.bytes), sizes, memory, shared=shared)
+
+
+def _shared(length: int) -> SharedBytes | None:
+    try:
+        return SharedBytes(length)
+    except TransportError as error:
+        logger.info("what is gathered here cannot be mapped by others (%s): it is read over the transport", error)
+        return None
 
 
 class Slots:
@@ -155,12 +174,19 @@ class Slots:
 
 
 class Boards:
-    """The words of this end's slots, and notes of others' words."""
+    """The words of this end's slots, and notes of others' words; where others can map them, if that is wanted."""
 
-    def __init__(self, slots: int) -> None:
-        self._memory: Words = np.zeros(_MOST_SLOTS * (1 + _NOTES), np.int64)
+    def __init__(self, slots: int, mappable: bool = False) -> None:
+        count = _MOST_SLOTS * (1 + _NOTES)
+        self.shared = _shared(count * _WORD) if mappable else None
+        self._memory: Words = np.zeros(count, np.int64) if self.shared is None else self.shared.bytes.view(np.int64)
         self.words = self._memory[:slots]
         self._notes = deque(range(_NOTES))
+
+    @property
+    def board(self) -> Storage:
+        """The words alone."""
+        return Storage(self.storage.address, self.words.nbytes)
 
     @property
     def storage(self) -> Storage:
@@ -193,7 +219,7 @@ def page_of(offer: Offer, own_slot: int) -> int:
 def ring_plan(offer: Offer, staging: Staging) -> Plan:
     """Pages of a producer's ring into pages of the ring to land in."""
     landing, page = staging.landing, page_of(offer, staging.slot)
-    there = Region("ring", offer.slot * offer.slots, offer.ring, offer.memory, offer.device)
+    there = ring_of(offer)
     here = Region("landing", landing.length, landing.address, landing.memory, landing.device)
     return paged(there, here, page, (page, there.length // page), (page, here.length // page))
 
@@ -206,10 +232,18 @@ def pages(offer: Offer, slot: int, own_slot: int, own: int, length: int) -> dict
     return {(0, 0): Tiles(at + slot * (offer.slot // page), zeros, at + own * (own_slot // page), zeros)}
 
 
+def ring_of(offer: Offer) -> Region:
+    return Region("ring", offer.slot * offer.slots, offer.ring, offer.memory, offer.device)
+
+
+def board_of(offer: Offer) -> Region:
+    return Region("board", offer.slots * _WORD, offer.board)
+
+
 def board_plan(offer: Offer, notes: Region) -> Plan:
     """A producer's whole board into one of the notes, which are the blocks here."""
-    length = offer.slots * _WORD
-    return paged(Region("board", length, offer.board), notes, length, (length, 1), (_NOTE, _NOTES))
+    board = board_of(offer)
+    return paged(board, notes, board.length, (board.length, 1), (_NOTE, _NOTES))
 
 
 def noting(note: int) -> dict[tuple[int, int], Tiles]:

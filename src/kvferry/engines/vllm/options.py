@@ -48,8 +48,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     out of device memory of this machine's processes; `packed`, gathered by the producer into staging; `staged`, covered and
     extracted here; `direct`, by descriptors, which is always possible; out of several, what costs least. `staging`: where that
     memory is; empty: on the device, or in host memory if vLLM's `kv_buffer_device` is cpu. `staging_bytes`: what a rank takes
-    for it in all. `slot_s`: how long a consumer may leave what was gathered for it. `copy_programs`: how
-    many programs of a GPU's kernel copy at a time. `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's
+    for it in all. `slot_s`: how long a consumer may leave what was gathered for it. `map_rings`: whether staging is mapped by
+    consumers of this machine, and theirs here. `copy_programs`: how many programs of a GPU's kernel copy at a time. `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's
     names; empty: what suits transfers best. `progress_thread`, `posting_threads`, `sync`, `window`, `backend`,
     `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
     """
@@ -67,6 +67,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     staging: Literal["", "device", "host"] = ""
     staging_bytes: Annotated[int, Meta(ge=LEAST)] = BUDGET
     slot_s: Seconds = SLOT_S
+    map_rings: bool = True
     copy_programs: Annotated[int, Meta(ge=2, le=1024)] = 128
     cache_layout: Literal["", "LBHNC", "BLHNC", "BHLNC"] = ""
     progress_thread: bool | Literal["slow"] | None = None

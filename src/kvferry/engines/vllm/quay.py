@@ -26,7 +26,7 @@ def staging_around(
     ways = _ways(options)
     if ways == ("direct",):
         return None
-    settings = Settings(ways, timeout_s=options.read_s, slot_s=options.slot_s)
+    settings = Settings(ways, timeout_s=options.read_s, slot_s=options.slot_s, maps=options.map_rings)
     return Scattered(wire, _staging(mover, device, options, rings), mover or HostMover(), settings)
 
 
