@@ -48,10 +48,11 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     out of device memory of this machine's processes; `packed`, gathered by the producer into staging; `staged`, covered and
     extracted here; `direct`, by descriptors, which is always possible; out of several, what costs least. `staging`: where that
     memory is; empty: on the device, or in host memory if vLLM's `kv_buffer_device` is cpu. `staging_bytes`: what a rank takes
-    for it in all. `slot_s`: how long a consumer may leave what was gathered for it. `map_rings`: whether staging is mapped by
-    consumers of this machine, and theirs here. `copy_programs`: how many programs of a GPU's kernel copy at a time. `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's
-    names; empty: what suits transfers best. `progress_thread`, `posting_threads`, `sync`, `window`, `backend`,
-    `backend_parameters`, `ucx`: see `kvferry.transport.NixlOptions`.
+    for it in all. `slot_s`: how long a consumer may leave what was gathered for it. `map_rings`: whether staging is mapped
+    by consumers of this machine, and theirs here. `copy_programs`: how many programs of a GPU's kernel copy at a time.
+    `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's names; empty: what suits transfers best.
+    `progress_thread`, `posting_threads`, `sync`, `window`, `backend`, `backend_parameters`, `ucx`: see
+    `kvferry.transport.NixlOptions`.
     """
 
     listen: str = "127.0.0.1:0"
