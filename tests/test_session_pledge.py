@@ -157,11 +157,7 @@ def test_a_word_that_does_not_come_soon_pledges_nothing_and_its_place_comes_back
     made = dock(case(False, 1, 1), mapped=True, mover=lambda: slow, grace_s=GRACE_S)
     slow.go()
     made.step(ENOUGH)
-    ferry = made.ferries[0]
-    ticking = iter(range(1000))
-    ferry._clock = lambda: float(next(ticking))
     assert pledged(made, made.load(made.lease("r"), "r")) is None
-    ferry._clock = made.clock
     assert made.free_landings == [7]
     slow.go()
     made.step(ENOUGH)

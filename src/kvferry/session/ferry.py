@@ -26,7 +26,7 @@ from kvferry.plan import Fills, Request
 from kvferry.plan.explain import costs
 from kvferry.session.bell import Bell
 from kvferry.session.consumer import PeerKey
-from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Tables, Warming, is_lent
+from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Tables, is_lent
 from kvferry.session.fills import joined
 from kvferry.session.links import Links
 from kvferry.session.meeting import Meeting
@@ -57,8 +57,6 @@ _TOGETHER: Final = 2 << 30
 """Bytes of loads that are copied together where no step waits for all of them: a millisecond or two on a device."""
 _SETTLING_S: Final = 0.00005
 """Between two looks at loads that a step waits for."""
-_GLANCE_S: Final = 0.001
-"""How long a word may take that is looked at while a step is put together; mapped memory has it at once."""
 _FILLED: Final = 500
 """Runs of several loads that are filled together: NumPy lets go of Python's lock for more."""
 _IDLE_S: Final = 0.05
@@ -127,39 +125,13 @@ class Ferry:
             until = self._clock() + peer.meeting.grace_s
             try:
                 peer.binder.insist_on_source(tokens, src)
-                if not self._stands(key, peer.link, lease):
+                if not self._links.stands(key, peer.link, lease):
                     return None
             except KVFerryError as error:
                 logger.debug("nothing is pledged of %s: %s", key, error)
                 return None
             self._pledged = max(self._pledged, until)
             return until
-
-    def _stands(self, key: PeerKey, link: Link, lease: Lease) -> bool:
-        """Whether a lease's word is there on every rank that is read. One that does not come soon is given up, and its landing
-        place kept until it can no longer arrive."""
-        for first, prepared in link.words:
-            if not self._landings:
-                return False
-            landing = self._landings.popleft()
-            self._words.wipe(landing)
-            try:
-                read = self._transport.read(prepared, tiles_of_words(first, [lease.slot], [landing]))
-            except Exception:
-                self._landings.append(landing)
-                raise
-            deadline = self._clock() + _GLANCE_S
-            while self._transport.poll(read) is State.RUNNING and self._clock() < deadline:
-                pass
-            done = self._transport.poll(read) is State.DONE
-            if not done or not self._transport.release(read):
-                self._links.warming.append(Warming(key, link, read, landing))
-                return False
-            found = self._words.landed(landing)
-            self._landings.append(landing)
-            if found != lease.generation:
-                return False
-        return True
 
     def _load_in_step(self, loads: Sequence[Load]) -> None:
         """What is not begun here and now fails: the step does not wait for a connection, nor for a read that may never end."""

@@ -7,6 +7,7 @@ that was lost is never used again; the next load has a new one, once nothing of 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -16,7 +17,8 @@ from kvferry.plan import Binder, Request, Tiles
 from kvferry.session.consumer import PeerKey
 from kvferry.session.crossing import Crossing, Link, Peer, Warming, is_one_start
 from kvferry.session.meeting import Meeting
-from kvferry.session.words import Words, tiles_of_words
+from kvferry.session.reference import Lease
+from kvferry.session.words import DEAD, Words, tiles_of_words
 from kvferry.transport import Prepared, State, Transport
 
 logger = logging.getLogger("kvferry.session")
@@ -24,6 +26,9 @@ logger = logging.getLogger("kvferry.session")
 _WARMING: Final = 1024
 """How often a word is read to warm a connection up: as often as it takes for a transport that posts from several threads, each
 with connections of its own, to use them all."""
+
+_GLANCE_S: Final = 0.001
+"""How long a word may take that is looked at while a step is put together; mapped memory has it at once."""
 
 
 class Links:
@@ -71,6 +76,30 @@ class Links:
         peer = self.peers.get(key)
         link = peer.link if peer is not None else None
         return peer if link is not None and link.anywhere else None
+
+    def stands(self, key: PeerKey, link: Link, lease: Lease) -> bool:
+        """Whether a lease's word is there on every rank that is read."""
+        return all(self._glance(key, link, words, lease.slot) == lease.generation for words in link.words)
+
+    def _glance(self, key: PeerKey, link: Link, words: tuple[Mapping[tuple[int, int], Tiles], Prepared], slot: int) -> int:
+        """A word. One that does not come soon is none, and its landing place is kept until it can no longer arrive."""
+        if not self._landings:
+            return DEAD
+        (first, prepared), landing = words, self._landings.popleft()
+        self._words.wipe(landing)
+        try:
+            read = self._transport.read(prepared, tiles_of_words(first, [slot], [landing]))
+        except Exception:
+            self._landings.append(landing)
+            raise
+        deadline = time.monotonic() + _GLANCE_S
+        while self._transport.poll(read) is State.RUNNING and time.monotonic() < deadline:
+            pass
+        if self._transport.poll(read) is not State.DONE or not self._transport.release(read):
+            self.warming.append(Warming(key, link, read, landing))
+            return DEAD
+        self._landings.append(landing)
+        return self._words.landed(landing)
 
     def lingers(self, key: PeerKey, crossings: Sequence[Crossing]) -> bool:
         """Whether something of a broken connection to the same start of a producer is still under way."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -37,6 +37,7 @@ from kvferry.engines.vllm.prompts import (
     digest_of,
     is_told_by_tokens,
 )
+from kvferry.engines.vllm.seeking import Seeking, give_back_when_found
 from kvferry.engines.vllm.siblings import family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import tables_of
@@ -51,18 +52,15 @@ from kvferry.session import (
     PeerKey,
     Producer,
     Reference,
-    Seek,
     Welcome,
     from_params,
     key_of,
     meet,
-    seek,
 )
 from kvferry.session.messages import BOTH, CONSUMER, PRODUCER
 
 logger = logging.getLogger("kvferry.vllm")
 
-SEEKERS = 4
 READ_A_STEP = 8
 """References of requests that are still in vLLM's queue."""
 LINGER_S = 1.0
@@ -140,8 +138,8 @@ class SchedulerHalf:
         if transfer.is_kv_consumer:
             hello = Hello(self._engine, self._incarnation)
             self._courier = Courier(hello, self._key, options.greeting_s, self._meet)
-        self._seekers = ThreadPoolExecutor(SEEKERS, "kvferry-seeking") if transfer.is_kv_consumer else None
         self._closing = threading.Event()
+        self._seeking = Seeking(self._key, options.greeting_s, self._closing) if transfer.is_kv_consumer else None
         self._evict: Callable[[set[int]], None] | None = None
         self._decodes: dict[str, _Decode] = {}
         self._unhashable: dict[str, _Decode] = {}
@@ -283,13 +281,13 @@ class SchedulerHalf:
         """Whether it is settled what becomes of a request that came with another prompt's reference: the producer that gave it
         is met, then asked."""
         sibling = decode.sibling
-        if sibling is None or self._courier is None or self._seekers is None:
+        if sibling is None or self._courier is None or self._seeking is None:
             return True
         if decode.sought is None:
             met = self._courier.peer(sibling)
             if met is not None and not isinstance(met, str):
                 digests = tuple(self._digests(request, len(request.prompt_token_ids) - 1))
-                decode.sought = self._seekers.submit(self._seek, sibling, digests)
+                decode.sought = self._seeking.begin(sibling, digests)
             elif met is not None:
                 decode.sibling, decode.reason = None, met
             return decode.sibling is None
@@ -310,22 +308,6 @@ class SchedulerHalf:
         if found is not None and self._courier is not None:
             decode.reference, decode.reason = found, ""
             self._courier.hold(request.request_id, found)
-
-    def _seek(self, sibling: Reference, digests: Sequence[str]) -> Reference | None:
-        """Beside the engine. What is found must be where the sibling is, and not be it: then the sibling was changed on its
-        way."""
-        try:
-            for wanted in digests:
-                message = Seek(sibling.incarnation, sibling.lease, wanted)
-                found = seek(sibling.address, message, self._key, self._options.greeting_s, self._closing)
-                if found is not None and key_of(found) == key_of(sibling) and found.lease != sibling.lease:
-                    return found
-        except KVFerryError:
-            raise
-        except Exception as error:
-            logger.exception("%s cannot be asked for a prompt", key_of(sibling))
-            raise SessionError(f"{type(error).__name__}: {error}") from None
-        return None
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed` will be loaded; None while the producer is being met."""
@@ -557,27 +539,18 @@ class SchedulerHalf:
             decode.stage = Stage.ABANDONED
             return
         if decode.stage is Stage.WAITING:
-            if decode.sought is not None and decode.sibling is not None:
-                decode.sought.add_done_callback(lambda sought: self._give_back(identity, sought))
+            if decode.sought is not None and decode.sibling is not None and self._courier is not None:
+                give_back_when_found(decode.sought, identity, self._courier)
             self._over(identity, decode, "finished before it was loaded")
         self._forget(identity)
-
-    def _give_back(self, identity: str, sought: Future[Reference | None]) -> None:
-        """A reference that was found too late."""
-        if sought.cancelled() or sought.exception() is not None:
-            return
-        found = sought.result()
-        if found is not None and self._courier is not None:
-            self._courier.hold(identity, found)
-            self._courier.release(identity, found, "finished before it was loaded")
 
     def stats(self) -> FerryStats | None:
         return self._stats.take()
 
     def close(self) -> None:
         self._closing.set()
-        if self._seekers is not None:
-            self._seekers.shutdown(wait=True, cancel_futures=True)
+        if self._seeking is not None:
+            self._seeking.close()
         if self._courier is not None:
             self._courier.close()
         if self._listener is not None:
