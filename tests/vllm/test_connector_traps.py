@@ -690,13 +690,13 @@ class TestSiblings:
     def test_a_request_that_ends_while_its_reference_is_sought_releases_it(self) -> None:
         with engines(*sides("llama", {}, {})) as (there, here):
             half, wait = here.connector.scheduler, threading.Event()
-            params, ask = self.prefilled(there), half._seek
+            params, ask = self.prefilled(there), half._seeking._seek
 
             def slow(*args: Any) -> Any:
                 assert wait.wait(60)
                 return ask(*args)
 
-            half._seek = slow
+            half._seeking._seek = slow
             here.scheduler.add_request(here.request("r", self.PROMPTS[1], params))
             here.step_until(lambda: half._decodes["r"].sought is not None)
             here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
@@ -714,8 +714,7 @@ class TestSiblings:
                 raise OSError("the line is cut")
 
             there.connector.scheduler._listener._find = broken
-            half = here.connector.scheduler
-            half._options = msgspec.structs.replace(half._options, greeting_s=0.5)
+            here.connector.scheduler._seeking._patience_s = 0.5
             here.scheduler.add_request(here.request("r", self.PROMPTS[1], params))
             assert ended(here) is (FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH)
             assert here.counted["refused"] == 1

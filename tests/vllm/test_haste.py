@@ -68,6 +68,12 @@ def prefilled(there: Engine, name: str, tokens: list[int]) -> dict[str, Any]:
     return params
 
 
+def killed(there: Engine, params: dict[str, Any]) -> None:
+    """Its lease ends."""
+    said = params["kvferry"]["lease"]
+    there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+
+
 def acquainted(there: Engine, here: Engine, first: str = "first") -> None:
     """A producer's first load tells how fast it is."""
     load(there, here, first, PROMPT, prefilled(there, first, PROMPT))
@@ -118,8 +124,7 @@ class TestInAStep:
             acquainted(there, here)
             tokens = prompt(2)
             params = prefilled(there, "r", tokens)
-            said = params["kvferry"]["lease"]
-            there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+            killed(there, params)
             here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
             steps = [here.begin()]
             assert here.status("r") is RequestStatus.RUNNING
@@ -144,8 +149,7 @@ class TestInAStep:
             acquainted(there, here)
             tokens = prompt(3)
             params = prefilled(there, "r", tokens)
-            said = params["kvferry"]["lease"]
-            there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+            killed(there, params)
             here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
             here.scheduler.add_request(here.request("shares", [*tokens, 9, 9], None, max_tokens=4))
             here.step()
@@ -160,8 +164,7 @@ class TestInAStep:
             params = prefilled(there, "r", tokens)
             here.scheduler.add_request(here.request("held", tokens[:70], None, max_tokens=20))
             here.step()
-            said = params["kvferry"]["lease"]
-            there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+            killed(there, params)
             here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
             here.step()
             assert here.outputs["r"].finish_reason is FinishReason.ERROR
@@ -316,6 +319,20 @@ def pledged_in_one_step(there: Engine, here: Engine, name: str, tokens: list[int
     return arrival
 
 
+def ends_once_pledged(there: Engine, here: Engine, params: dict[str, Any], late: bool = False) -> None:
+    """`late`: no time is left of what was pledged."""
+    rank = here.connectors[0].worker
+    pledge = rank.pledge
+
+    def pledged(peer: PeerKey, reference: Any) -> float:
+        until = pledge(peer, reference)
+        assert until is not None
+        killed(there, params)
+        return time.monotonic() if late else until
+
+    rank.pledge = pledged
+
+
 @pytest.mark.usefixtures("_quick", "_nearby")
 class TestPledged:
     @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -350,15 +367,7 @@ class TestPledged:
             known(there, here)
             tokens = prompt(3)
             params = prefilled(there, "r", tokens)
-            worker, said = there.connectors[0].worker, params["kvferry"]["lease"]
-            rank, pledge = here.connectors[0].worker, here.connectors[0].worker.pledge
-
-            def then_it_ends(peer: PeerKey, reference: Any) -> float | None:
-                until = pledge(peer, reference)
-                worker._words.kill(Lease(said["slot"], int(said["generation"])))
-                return until
-
-            rank.pledge = then_it_ends
+            ends_once_pledged(there, here, params)
             arrival = pledged_in_one_step(there, here, "r", tokens, params)
             assert here.outputs["r"].finish_reason is FinishReason.LENGTH
             assert arrival.differences() == []
@@ -368,8 +377,7 @@ class TestPledged:
             known(there, here)
             tokens = prompt(4)
             params = prefilled(there, "r", tokens)
-            said = params["kvferry"]["lease"]
-            there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+            killed(there, params)
             here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
             here.step_until(lambda: "r" in here.outputs)
             assert here.outputs["r"].finish_reason is FinishReason.ERROR
@@ -382,15 +390,7 @@ class TestPledged:
             known(there, here)
             tokens = prompt(5)
             params = prefilled(there, "r", tokens)
-            worker, said = there.connectors[0].worker, params["kvferry"]["lease"]
-            rank, pledge = here.connectors[0].worker, here.connectors[0].worker.pledge
-
-            def too_late(peer: PeerKey, reference: Any) -> float:
-                assert pledge(peer, reference) is not None
-                worker._words.kill(Lease(said["slot"], int(said["generation"])))
-                return time.monotonic()
-
-            rank.pledge = too_late
+            ends_once_pledged(there, here, params, late=True)
             here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
             with pytest.raises(SessionError, match="cannot fail it alone"):
                 here.step()
