@@ -91,6 +91,70 @@ def test_while_something_is_pledged_nothing_is_let_go_of():
     assert made.peer not in ferry._links.peers
 
 
+def test_a_producers_other_name_can_be_forgotten_with_the_very_loads_that_are_pledged():
+    """The same start by another address, over the same connection."""
+    made, slow = docked()
+    (ferry,) = made.ferries
+    other = replace(made.meeting, peer=replace(made.peer, address="127.0.0.2:7000"))
+    ferry.meet(other)
+    ferry.step()
+    load = made.load(made.lease("r"), "r", in_step=True)
+    until = pledged(made, load)
+    ferry.forget(other.peer)
+    ferry.load(replace(load, pledged=until))
+    slow.go()
+    ferry.settle(["r"], PATIENCE_S)
+    assert errors(ferry.outcomes()) == [""]
+    ferry.step()
+    assert set(ferry._links.peers) == {made.peer}
+    assert pledged(made, load) is not None
+    ferry.load()
+    nothing_left(made)
+
+
+def test_copies_that_end_in_time_are_seen_to_though_the_step_takes_longer():
+    made, slow = docked()
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    ferry.load(replace(load, pledged=pledged(made, load)))
+    slow.go()
+    ferry.step()
+    end(made, load.lease)
+    made.clock.now += 2 * GRACE_S
+    ferry.settle(["r"], PATIENCE_S)
+    assert errors(ferry.outcomes()) == [""]
+    nothing_left(made)
+
+
+def test_what_is_handed_in_while_loads_are_pledged_is_taken_up_at_once_after_them():
+    made, slow = docked()
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    ferry.load(replace(load, pledged=pledged(made, load)))
+    ferry.forget(PeerKey("127.0.0.1:7001", "Q", "1"))
+    assert ferry._wake.wait(0)
+    slow.go()
+    ferry.settle(["r"], PATIENCE_S)
+    assert ferry._wake.wait(0)
+
+
+def test_a_look_that_goes_wrong_pledges_nothing_and_its_place_comes_back(monkeypatch):
+    made, _ = docked()
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    for method in ("read", "poll", "release"):
+        with monkeypatch.context() as broken:
+
+            def raises(*arguments: object) -> None:
+                raise OSError("no locks available")
+
+            broken.setattr(ferry._transport, method, raises)
+            assert pledged(made, load) is None
+        made.step(ENOUGH)
+        assert made.free_landings == [8]
+    assert pledged(made, load) is not None
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_the_ferry_goes_on_once_a_steps_loads_are_ordered_or_settled(used):
     made, slow = docked()

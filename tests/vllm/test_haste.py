@@ -4,6 +4,7 @@ of mapped memory are."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -371,6 +372,12 @@ class TestPledged:
             arrival = pledged_in_one_step(there, here, "r", tokens, params)
             assert here.outputs["r"].finish_reason is FinishReason.LENGTH
             assert arrival.differences() == []
+
+    @pytest.mark.parametrize("model", ["llama", "nemotron-h"])
+    def test_only_engines_of_models_with_states_ask_for_pledges(self, model: str) -> None:
+        setup = replace(sides(model, side(), side())[1], failure_policy="recompute")
+        with engines(setup) as (here,):
+            assert here.connector.scheduler._haste._possible is (model == "nemotron-h")
 
     def test_a_lease_that_has_ended_is_found_out_before_anything_is_computed(self) -> None:
         with engines(*sides("nemotron-h", side(), side())) as (there, here):

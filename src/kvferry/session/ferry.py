@@ -107,7 +107,7 @@ class Ferry:
 
     def load(self, *loads: Load) -> None:
         hurried = [load for load in loads if load.in_step]
-        self._pledged = max((load.pledged for load in hurried), default=-math.inf)
+        self._pledge_until(max((load.pledged for load in hurried), default=-math.inf))
         if hurried:
             self._load_in_step(hurried)
         for load in self._begun([load for load in loads if not load.in_step]):
@@ -118,7 +118,8 @@ class Ferry:
         step that is made until then cannot fail: its producer's memory is mapped, and nothing is let go of before that step's
         loads are settled. None where nothing can be pledged."""
         with self._turn:
-            self._take_in()
+            if not self._keeps_all:
+                self._take_in()
             peer = self._links.mapped(key)
             if peer is None or peer.link is None or not peer.meeting.grace_s or not 0 <= lease.slot < peer.slots:
                 return None
@@ -130,13 +131,28 @@ class Ferry:
             except KVFerryError as error:
                 logger.debug("nothing is pledged of %s: %s", key, error)
                 return None
+            except Exception:
+                logger.exception("nothing is pledged of %s", key)
+                return None
             self._pledged = max(self._pledged, until)
             return until
+
+    @property
+    def _keeps_all(self) -> bool:
+        """Whether loads are pledged: nothing is let go of until they are settled."""
+        return self._clock() < self._pledged
+
+    def _pledge_until(self, until: float) -> None:
+        """What was handed in meanwhile has waited."""
+        self._pledged = until
+        if self._commands:
+            self._wake.set()
 
     def _load_in_step(self, loads: Sequence[Load]) -> None:
         """What is not begun here and now fails: the step does not wait for a connection, nor for a read that may never end."""
         with self._turn:
-            self._take_in()
+            if not self._keeps_all:
+                self._take_in()
             self._depart_together([crossing for load in loads if (crossing := self._embark(load)) is not None])
 
     def _depart_together(self, crossings: Sequence[Crossing]) -> None:
@@ -176,7 +192,7 @@ class Ferry:
                 for crossing in waited_for:
                     self._attempt(crossing, self._advance)
             if not waited_for:
-                self._pledged = -math.inf
+                self._pledge_until(-math.inf)
                 return
             if self._clock() > deadline:
                 said = ", ".join(plain(crossing.load.request) for crossing in waited_for[:3])
@@ -310,11 +326,14 @@ class Ferry:
         return _READ_S if self._tended and self._words.alive else _IDLE_S
 
     def step(self) -> None:
-        """Take in what was handed in, and move every load on; also what a producer needs to be read from. Not while loads are
-        pledged: what is let go of here they may need."""
+        """Take in what was handed in, and move every load on; also what a producer needs to be read from. While loads are
+        pledged, only these: what else is let go of here they may need."""
         with self._turn:
-            if self._clock() >= self._pledged:
+            if not self._keeps_all:
                 self._step()
+                return
+            for crossing in [crossing for crossing in self._crossings if crossing.load.is_pledged]:
+                self._attempt(crossing, self._advance)
 
     def _take_in(self) -> None:
         if self._commands:

@@ -66,10 +66,13 @@ class Links:
             self.lose(peer.link, f"{meeting.peer} could not be read from when it was met")
 
     def forget(self, key: PeerKey) -> None:
-        peer = self.peers.get(key)
-        if peer is not None and peer.link is not None:
+        """A connection that another start, or the same one by another address, is read over is kept."""
+        peer = self.peers.pop(key, None)
+        if peer is None or peer.link is None:
+            return
+        if not any(other.link is not None and set(other.link.names) & set(peer.link.names) for other in self.peers.values()):
             self.lose(peer.link, f"{key} was forgotten here")
-        self.peers.pop(key, None)
+            peer.link = None
 
     def mapped(self, key: PeerKey) -> Peer | None:
         """A producer that any thread may read from."""
@@ -92,12 +95,14 @@ class Links:
         except Exception:
             self._landings.append(landing)
             raise
+        warming = Warming(key, link, read, landing)
+        self.warming.append(warming)
         deadline = time.monotonic() + _GLANCE_S
         while self._transport.poll(read) is State.RUNNING and time.monotonic() < deadline:
             pass
         if self._transport.poll(read) is not State.DONE or not self._transport.release(read):
-            self.warming.append(Warming(key, link, read, landing))
             return DEAD
+        self.warming.remove(warming)
         self._landings.append(landing)
         return self._words.landed(landing)
 

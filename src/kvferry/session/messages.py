@@ -61,7 +61,7 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     cards: Annotated[tuple[Card, ...], Meta(min_length=1, max_length=4096)]
     version: int = SESSION_VERSION
     role: Label = ""
-    grace_s: Annotated[float, Meta(ge=0)] = 0.0
+    grace_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
 class Refusal(Struct, frozen=True, tag="refusal"):

@@ -247,7 +247,7 @@ def _place(table: Ints, lane: Lane, block: Ints, tile: Ints, shift: int) -> None
     for at in range(0, len(block), _HELD):
         some = slice(at, min(at + _HELD, len(block)))
         far = table[some]
-        np.multiply(block[some], apart, far)
+        np.multiply(block[some], apart, far, dtype=np.int64)
         if lane.digits:
             for stride, digit in split(lane.digits, tile[some].astype(np.int64, copy=False)):
                 far += digit * stride

@@ -66,7 +66,7 @@ DEVICE_CUT: Final = Cut(1 << 30, 1 << 30, 4)
 quarter of one, and the device 0.2 ms for 256 MiB: a few calls, each of which waits for the interpreter, and few bytes."""
 
 
-class Offer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Offer(Struct, frozen=True, array_like=True):
     """What consumers must know of a producer's ring. Who knows the secret could read all that is gathered here anyway.
     `tokens` open the ring and the board, where they can be mapped."""
 
