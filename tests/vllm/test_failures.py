@@ -28,7 +28,7 @@ from crossing.compare import difference
 from crossing.engine import Engine
 from kvferry.fleet import legs
 from kvferry.fleet.legs import Answer, Leg, Prompt, prompt
-from kvferry.fleet.patches import ASYNCHRONOUS
+from kvferry.fleet.patches import ASYNCHRONOUS, IN_STEP
 from kvferry.fleet.server import Server, free_port
 from kvferry.fleet.zygote import Zygote
 from kvferry.session.reference import Reference, seal
@@ -694,6 +694,25 @@ def test_requests_that_compete_for_blocks_are_preempted_and_exact(fleet: Fleet, 
     assert since(producer, before[0], lambda m: m.preemptions > 0).preemptions
     seen = since(consumer, before[1], lambda m: m.preemptions > 0 and m.loaded + m.failed >= len(crossed))
     assert seen.loaded, str(seen)
+    all_given_back(producer)
+    all_given_back(consumer)
+
+
+@pytest.mark.parametrize("model", ["nemotron-h", "granite-h-1g"])
+def test_states_that_are_loaded_in_their_step_are_exact(fleet: Fleet, truth: Truth, model: str) -> None:
+    """One after the other, so that each is alone in its step, and all at once."""
+    producer, consumer = fleet.up(ours(fleet, model, "P"), ours(fleet, model, "in step", environment=((IN_STEP, "1"),)))
+    prompts = [prompt(length, 80 + length) for length in (17, 64, 65, 211, 300, 500)]
+    wanted = [truth.of(producer, tokens) for tokens in prompts]
+    assert_crosses(producer, consumer, truth)
+    before, said = meter(consumer), consumer.log.read_text().count("is loaded in its step")
+    for tokens, right in zip(prompts, wanted, strict=True):
+        assert_right(legs.cross(producer, consumer, tokens).decode, right)
+    for got, right in zip(legs.cross_all(producer, consumer, prompts), wanted, strict=True):
+        assert_right(got.decode, right)
+    seen = assert_loads(consumer, before, loaded=2 * len(prompts))
+    assert seen.tokens == 2 * sum(len(tokens) - 1 for tokens in prompts)
+    assert consumer.log.read_text().count("is loaded in its step") - said >= len(prompts)
     all_given_back(producer)
     all_given_back(consumer)
 

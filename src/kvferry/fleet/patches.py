@@ -31,6 +31,9 @@ WIDE_WEIGHTS = "FLEET_WIDE_WEIGHTS"
 LAST_TOKEN_APART = "FLEET_LAST_TOKEN_APART"
 """The variable that has an engine compute a prompt in the steps of a pair: all tokens but the last, and then that one."""
 
+IN_STEP = "FLEET_IN_STEP"
+"""The variable that has an engine on a CPU load in its steps, as one on a GPU does out of mapped memory."""
+
 SWITCH_SECONDS = "FLEET_SWITCH_SECONDS"
 """The variable that says how long a thread of the engine's process keeps Python's lock while others want it."""
 
@@ -75,6 +78,8 @@ def apply_ordered() -> None:
         _widen_dummy_weights()
     if os.environ.get(LAST_TOKEN_APART):
         _compute_last_tokens_apart()
+    if os.environ.get(IN_STEP):
+        _load_in_steps()
     if os.environ.get(FIRST_TUNING):
         _tile_without_timing()
     if os.environ.get(one_gpu.VARIABLE):
@@ -94,6 +99,34 @@ def _switch_threads_after(seconds: float) -> None:
         beginning(self, *args, **kwargs)
 
     EngineCore.__init__ = begin
+
+
+def _load_in_steps() -> None:
+    """Whatever is connected counts as mapped and quick, and a rank of a CPU has its orders with the step's; what is loaded so
+    is said in the log. The forward pass, which no stream holds back here, waits for its loads."""
+    from kvferry.engines.vllm.haste import Haste
+    from kvferry.engines.vllm.scheduler import SchedulerHalf, logger
+    from kvferry.engines.vllm.wharf import Wharf
+    from kvferry.session import links
+
+    connect, saw, order = links.Links.connect, Haste.saw, SchedulerHalf._order
+
+    def anywhere(self: Any, peer: Any) -> Any:
+        link = connect(self, peer)
+        link.anywhere = True
+        return link
+
+    def told(self: Any, request: Any, decode: Any, *rest: Any) -> None:
+        if decode.in_step:
+            logger.info("request %s is loaded in its step", request.request_id)
+        order(self, request, decode, *rest)
+
+    links.Links.connect = anywhere  # type: ignore[method-assign]
+    links._GLANCE_S = 1.0  # type: ignore[misc]
+    Haste.saw = lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6)  # type: ignore[method-assign]
+    SchedulerHalf._order = told  # type: ignore[method-assign,assignment]
+    Wharf.on_device = property(lambda self: True)  # type: ignore[assignment]
+    Wharf.holds_the_engine_back = lambda self: False  # type: ignore[method-assign]
 
 
 def _compute_last_tokens_apart() -> None:
