@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
 from collections.abc import Iterator
@@ -51,7 +52,8 @@ def reader(wharf: MappedWharf, made: Crossing, clock: Clock) -> Strategies:
 
 
 def mapped_files() -> set[str]:
-    """Shared memory that this process has mapped."""
+    """Shared memory that this process has mapped, and somebody still uses: what earlier tests left may go at any time."""
+    gc.collect()
     with open("/proc/self/maps", encoding="utf-8") as file:
         return {line.split()[-1] for line in file if f"{FOLDER}/kvferry-" in line}
 
