@@ -35,6 +35,13 @@ def pledged(made: Dock, load: Load) -> float | None:
     return made.ferries[0].pledge(load.peer, load.lease, load.tokens, load.src)
 
 
+def begun(made: Dock) -> Load:
+    """A pledged load whose copies are under way."""
+    load = made.load(made.lease("r"), "r", in_step=True)
+    made.ferries[0].load(replace(load, pledged=pledged(made, load)))
+    return load
+
+
 def end(made: Dock, lease: Lease) -> None:
     """The lease ends, by the word of another consumer."""
     made.producer.receive(Release("1", lease, "another"), made.clock.now)
@@ -65,8 +72,7 @@ def test_a_pledged_load_arrives_though_its_lease_ends_before_its_copies_do(tp_p)
 def test_after_the_time_that_was_pledged_the_lease_itself_must_stand(ends):
     made, slow = docked()
     (ferry,) = made.ferries
-    load = made.load(made.lease("r"), "r", in_step=True)
-    ferry.load(replace(load, pledged=pledged(made, load)))
+    load = begun(made)
     slow.go()
     made.clock.now += GRACE_S
     if ends:
@@ -115,8 +121,7 @@ def test_a_producers_other_name_can_be_forgotten_with_the_very_loads_that_are_pl
 def test_copies_that_end_in_time_are_seen_to_though_the_step_takes_longer():
     made, slow = docked()
     (ferry,) = made.ferries
-    load = made.load(made.lease("r"), "r", in_step=True)
-    ferry.load(replace(load, pledged=pledged(made, load)))
+    load = begun(made)
     slow.go()
     ferry.step()
     end(made, load.lease)
@@ -129,8 +134,7 @@ def test_copies_that_end_in_time_are_seen_to_though_the_step_takes_longer():
 def test_what_is_handed_in_while_loads_are_pledged_is_taken_up_at_once_after_them():
     made, slow = docked()
     (ferry,) = made.ferries
-    load = made.load(made.lease("r"), "r", in_step=True)
-    ferry.load(replace(load, pledged=pledged(made, load)))
+    begun(made)
     ferry.forget(PeerKey("127.0.0.1:7001", "Q", "1"))
     assert ferry._wake.wait(0)
     slow.go()

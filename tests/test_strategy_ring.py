@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.quay import staging_around
 from kvferry.errors import TransportError
 from kvferry.plan import Binder
 from kvferry.strategy import SharedBytes, cost
@@ -21,7 +23,7 @@ from kvferry.strategy.landing import DetouredRead
 from kvferry.strategy.mapped import LOOK_S
 from kvferry.strategy.shared import FOLDER
 from kvferry.strategy.staging import LEAST, PAGE, Offer, host_staging
-from kvferry.transport import State
+from kvferry.transport import Harbour, InProcessTransport, State
 from kvferry.transport.contract import Read
 from kvferry.transport.metadata import encode_metadata, open_metadata
 from test_strategy_mapped import mapped_files
@@ -351,3 +353,13 @@ def test_a_ring_in_memory_that_this_end_does_not_copy_in_is_not_opened() -> None
     peer, offer = made.target.connect(made.source.metadata()), made.source.gathering.offer
     assert made.target.landing.sources.meet(peer, offer, "vram").berths is None
     assert made.target.landing.sources.meet(peer, offer, "dram").berths is not None
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_an_engines_ring_lies_where_others_can_map_it_unless_it_is_told_otherwise(maps):
+    wire = InProcessTransport("p", Harbour())
+    made = staging_around(wire, None, 0, Options(strategies=("packed",), map_rings=maps))
+    assert made is not None
+    assert (made._staging.shared is not None) is maps
+    assert bool(made.gathering.offer.tokens) is maps
+    made.close()

@@ -38,7 +38,7 @@ def _ways(options: Options) -> tuple[Way, ...]:
 
 def _staging(mover: Mover | None, device: int, options: Options, rings: Rings) -> Staging:
     if mover is None:
-        return host_staging(options.staging_bytes, rings)
+        return host_staging(options.staging_bytes, rings, options.map_rings)
     from kvferry.strategy.cuda_staging import device_staging, pinned_staging
 
     if options.staging == "host":
