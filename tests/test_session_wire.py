@@ -381,6 +381,37 @@ def test_who_takes_connections_and_says_nothing_is_told_from_a_producer_that_is_
         ask(dead[0], HELLO, None, PATIENCE_S)
 
 
+def test_a_connection_that_does_not_come_about_is_made_anew(listener, monkeypatch):
+    """The first one after the probe hears the greeting and then nothing more."""
+    monkeypatch.setattr(wire, "_HANDSHAKE_MS", 300)
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        taken = []
+
+        def stall_the_second() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    here, _ = between.accept()
+                    taken.append(here)
+                    there = socket.create_connection(("127.0.0.1", listener.port))
+                    taken.append(there)
+                    stalls = len(taken) == 4
+                    for one, other in ((here, there), (there, here)):
+                        threading.Thread(target=_carried, args=(one, other, 10 if stalls else 1 << 30), daemon=True).start()
+
+        threading.Thread(target=stall_the_second, daemon=True).start()
+        assert ask(f"127.0.0.1:{between.getsockname()[1]}", HELLO, None, PATIENCE_S) == welcome()
+        assert len(taken) == 6
+        for end in taken:
+            end.close()
+
+
+def _carried(one: socket.socket, other: socket.socket, most: int) -> None:
+    with contextlib.suppress(OSError):
+        while most > 0 and (heard := one.recv(min(most, 4096))):
+            other.sendall(heard)
+            most -= len(heard)
+
+
 def test_who_speaks_something_else_is_not_greeted():
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as pool:
         answering = pool.submit(lambda: other.accept()[0].sendall(b"220 mail.example.org ready\r\n"))

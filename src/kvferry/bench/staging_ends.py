@@ -23,7 +23,7 @@ from kvferry.errors import BenchError, KVFerryError
 from kvferry.strategy import HostMover, Mapped, Mover, SharedBytes, Strategies
 from kvferry.strategy.cost import Way
 from kvferry.strategy.scattered import Scattered, Settings
-from kvferry.strategy.staging import Staging, host_staging
+from kvferry.strategy.staging import Rings, Staging, host_staging
 from kvferry.transport.contract import Storage, Transport
 from kvferry.transport.nixl import NixlOptions, NixlTransport
 
@@ -86,12 +86,13 @@ def _device_mover() -> Mover:
     return CudaMover(0)
 
 
-def staging_of(kind: MemoryKind, budget: int, on_host: bool) -> Staging:
+def staging_of(kind: MemoryKind, budget: int, on_host: bool, rings: Rings) -> Staging:
+    """All of the budget in the one ring that an end needs, as an engine's that only sends, or only reads."""
     if kind == "dram":
-        return host_staging(budget)
+        return host_staging(budget, rings)
     from kvferry.strategy.cuda_staging import device_staging, pinned_staging
 
-    return pinned_staging(budget) if on_host else device_staging(0, budget)
+    return pinned_staging(budget, rings) if on_host else device_staging(0, budget, rings)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class End:
 def consumer_end(way: str, held: Held, kind: MemoryKind, budget: int, ucx: Mapping[str, str] | None = None) -> End:
     """An end that reads one way alone, or one that would choose."""
     host, mover = movers(held, kind)
-    staging = staging_of(kind, budget, way == "packed (host)")
+    staging = staging_of(kind, budget, way == "packed (host)", "landing")
     wire = NixlTransport(f"decode {way}", NixlOptions(progress_thread=False, ucx=ucx or {}))
     inner = Scattered(wire, staging, mover, Settings(_WAYS[way]))
     if way == "mapped":
@@ -197,7 +198,7 @@ class _Rank:
         self.ends: list[Strategies] = []
         for on_host in (False, True) if ask.memory == "vram" else (False,):
             wire = NixlTransport(f"prefill-{rank}-{int(on_host)}", NixlOptions(progress_thread=False, ucx=ask.ucx))
-            self.inner.append(Scattered(wire, staging_of(ask.memory, ask.budget, on_host), mover))
+            self.inner.append(Scattered(wire, staging_of(ask.memory, ask.budget, on_host, "sending"), mover))
             end = Strategies(self.inner[-1], Mapped([host] if host is mover else [host, mover]))
             end.register([self.held.memory.storage])
             if self.alive is not None:

@@ -103,11 +103,13 @@ def _switch_threads_after(seconds: float) -> None:
 
 def _load_in_steps() -> None:
     """Whatever is connected counts as mapped and quick, and a rank of a CPU has its orders with the step's; what is loaded so
-    is said in the log. The forward pass, which no stream holds back here, waits for its loads."""
+    is said in the log. Words are read to be seen. The forward pass, which no stream holds back here, waits for its loads."""
     from kvferry.engines.vllm.haste import Haste
     from kvferry.engines.vllm.scheduler import SchedulerHalf, logger
     from kvferry.engines.vllm.wharf import Wharf
     from kvferry.session import links
+    from kvferry.session.words import tiles_of_words
+    from kvferry.transport import State
 
     connect, saw, order = links.Links.connect, Haste.saw, SchedulerHalf._order
 
@@ -116,13 +118,24 @@ def _load_in_steps() -> None:
         link.anywhere = True
         return link
 
+    def read(self: Any, link: Any, lease: Any) -> bool:
+        landed = []
+        for first, prepared in link.words:
+            landing = self._landings.popleft()
+            read = self._transport.read(prepared, tiles_of_words(first, [lease.slot], [landing]))
+            while self._transport.poll(read) is State.RUNNING or not self._transport.release(read):
+                pass
+            landed.append(self._words.landed(landing))
+            self._landings.append(landing)
+        return all(word == lease.generation for word in landed)
+
     def told(self: Any, request: Any, decode: Any, *rest: Any) -> None:
         if decode.in_step:
             logger.info("request %s is loaded in its step", request.request_id)
         order(self, request, decode, *rest)
 
     links.Links.connect = anywhere  # type: ignore[method-assign]
-    links._GLANCE_S = 1.0  # type: ignore[misc]
+    links.Links.stands = read  # type: ignore[method-assign]
     Haste.saw = lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6)  # type: ignore[method-assign]
     SchedulerHalf._order = told  # type: ignore[method-assign,assignment]
     Wharf.on_device = property(lambda self: True)  # type: ignore[assignment]

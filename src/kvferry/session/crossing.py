@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from kvferry.manifest.schema import Region
 from kvferry.plan import Binder, Loading, Tiles
 from kvferry.session.consumer import PeerKey
 from kvferry.session.meeting import Meeting
@@ -61,11 +62,13 @@ class Outcome:
 @dataclass(eq=False)
 class Link:
     """A connection to those ranks of a producer that this one reads: what reads their data and their words, by source of the
-    plan; with words the tile of the first. `anywhere`: any thread may read over it. `lost` says why it is no longer used."""
+    plan; with words the tile of the first, and `boards`, where they lie. `anywhere`: any thread may read over it. `lost` says
+    why it is no longer used."""
 
     names: tuple[str, ...]
     data: tuple[Prepared, ...]
     words: tuple[tuple[Mapping[tuple[int, int], Tiles], Prepared], ...]
+    boards: tuple[Region, ...]
     anywhere: bool
     lost: str = ""
 

@@ -126,7 +126,7 @@ class Ferry:
             until = self._clock() + peer.meeting.grace_s
             try:
                 peer.binder.insist_on_source(tokens, src)
-                if not self._links.stands(key, peer.link, lease):
+                if not self._links.stands(peer.link, lease):
                     return None
             except KVFerryError as error:
                 logger.debug("nothing is pledged of %s: %s", key, error)

@@ -7,28 +7,27 @@ that was lost is never used again; the next load has a new one, once nothing of 
 from __future__ import annotations
 
 import logging
-import time
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvferry.errors import KVFerryError, TransportError
+from kvferry.manifest.schema import Region
 from kvferry.plan import Binder, Request, Tiles
 from kvferry.session.consumer import PeerKey
 from kvferry.session.crossing import Crossing, Link, Peer, Warming, is_one_start
 from kvferry.session.meeting import Meeting
 from kvferry.session.reference import Lease
-from kvferry.session.words import DEAD, Words, tiles_of_words
+from kvferry.session.words import DEAD, WORD, Words, tiles_of_words
 from kvferry.transport import Prepared, State, Transport
+from kvferry.transport.contract import Peeks
 
 logger = logging.getLogger("kvferry.session")
 
 _WARMING: Final = 1024
 """How often a word is read to warm a connection up: as often as it takes for a transport that posts from several threads, each
 with connections of its own, to use them all."""
-
-_GLANCE_S: Final = 0.001
-"""How long a word may take that is looked at while a step is put together; mapped memory has it at once."""
 
 
 class Links:
@@ -80,31 +79,14 @@ class Links:
         link = peer.link if peer is not None else None
         return peer if link is not None and link.anywhere else None
 
-    def stands(self, key: PeerKey, link: Link, lease: Lease) -> bool:
-        """Whether a lease's word is there on every rank that is read."""
-        return all(self._glance(key, link, words, lease.slot) == lease.generation for words in link.words)
+    def stands(self, link: Link, lease: Lease) -> bool:
+        """Whether a lease's word is there on every rank that is read, as far as it can be seen here and now."""
+        words = [self._word(name, board, lease.slot) for name, board in zip(link.names, link.boards, strict=True)]
+        return all(word == lease.generation for word in words)
 
-    def _glance(self, key: PeerKey, link: Link, words: tuple[Mapping[tuple[int, int], Tiles], Prepared], slot: int) -> int:
-        """A word. One that does not come soon is none, and its landing place is kept until it can no longer arrive."""
-        if not self._landings:
-            return DEAD
-        (first, prepared), landing = words, self._landings.popleft()
-        self._words.wipe(landing)
-        try:
-            read = self._transport.read(prepared, tiles_of_words(first, [slot], [landing]))
-        except Exception:
-            self._landings.append(landing)
-            raise
-        warming = Warming(key, link, read, landing)
-        self.warming.append(warming)
-        deadline = time.monotonic() + _GLANCE_S
-        while self._transport.poll(read) is State.RUNNING and time.monotonic() < deadline:
-            pass
-        if self._transport.poll(read) is not State.DONE or not self._transport.release(read):
-            return DEAD
-        self.warming.remove(warming)
-        self._landings.append(landing)
-        return self._words.landed(landing)
+    def _word(self, name: str, board: Region, slot: int) -> int:
+        seen = self._transport.peek(name, board, slot * WORD, WORD) if isinstance(self._transport, Peeks) else None
+        return DEAD if seen is None else int.from_bytes(seen, sys.byteorder, signed=True)
 
     def lingers(self, key: PeerKey, crossings: Sequence[Crossing]) -> bool:
         """Whether something of a broken connection to the same start of a producer is still under way."""
@@ -131,7 +113,8 @@ class Links:
             self._drop(set(names) - {name for other in self.peers.values() if other.link for name in other.link.names})
             raise
         anywhere = all(prepared.anywhere for prepared in (*data, *(prepared for _, prepared in words)))
-        return Link(tuple(names), tuple(data), tuple(words), anywhere)
+        boards = tuple(cards[source.identity].words.regions[0] for source in plan.sources)
+        return Link(tuple(names), tuple(data), tuple(words), boards, anywhere)
 
     def _warm_up(self, peer: Peer) -> None:
         """Connect, and read words that are of no interest over connections that nobody has used."""

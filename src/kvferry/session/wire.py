@@ -23,6 +23,8 @@ Number = tuple[str, int]
 _TICK_MS: Final = 100
 _LINGER_MS: Final = 500
 _RECONNECT_MS: Final = 5000
+_HANDSHAKE_MS: Final = 3000
+"""After this a connection that has not come about is made anew; ZeroMQ alone would wait longer than anybody here does."""
 _REACH_S: Final = 4.0
 """For a listener to be reached and to say its first byte, which ZeroMQ does at once, however busy the engine is."""
 _SIGNATURE: Final = b"\xff"
@@ -143,7 +145,13 @@ def dial(
     """`most` is the longest frame that is taken in."""
     host, port = number
     end: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    fixed = {zmq.LINGER: _LINGER_MS, zmq.IPV6: int(":" in host), zmq.RECONNECT_IVL_MAX: _RECONNECT_MS, zmq.MAXMSGSIZE: most}
+    fixed = {
+        zmq.LINGER: _LINGER_MS,
+        zmq.IPV6: int(":" in host),
+        zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+        zmq.RECONNECT_IVL_MAX: _RECONNECT_MS,
+        zmq.MAXMSGSIZE: most,
+    }
     for option, value in {**fixed, **options}.items():
         end.setsockopt(option, value)
     if key is not None:

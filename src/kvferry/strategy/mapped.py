@@ -197,11 +197,13 @@ class Mapped:
         """Where a peer's region begins in this process; raises TransportError where not all of it is mapped."""
         return _mapped(region, self._known(name).windows, name)
 
-    def peek(self, name: str, region: Region) -> bytes:
+    def peek(self, name: str, region: Region, offset: int, length: int) -> bytes:
         """A few bytes of a peer's host memory, as they are now; raises PeerGoneError where it has died."""
         if not self._known(name).alive:
             raise PeerGoneError(name)
-        return ctypes.string_at(self.where(name, region), region.length)
+        if region.memory != "dram" or not 0 <= offset <= offset + length <= region.length:
+            raise TransportError(f"peer {name}: bytes [{offset}, {offset + length}) of region {region.name} cannot be seen")
+        return ctypes.string_at(self.where(name, region) + offset, length)
 
     def read(
         self, prepared: MappedPrepared, tiles: Mapping[Key, Tiles], notification: bytes = b"", src_shift: int = 0

@@ -106,7 +106,8 @@ class Sources:
         if self._rings is not None and source.berths is not None:
             if not wanted or source.dropped:
                 return False
-            source.words = np.frombuffer(self._rings.peek(source.peer, board_of(source.offer)), np.int64)
+            board = board_of(source.offer)
+            source.words = np.frombuffer(self._rings.peek(source.peer, board, 0, board.length), np.int64)
             source.begun += 1
             source.seen = source.begun
             return True
