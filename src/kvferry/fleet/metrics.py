@@ -24,6 +24,7 @@ NAMES = {
     "refused": ("kvferry_loads_total", "refused"),
     "failed": ("kvferry_loads_total", "failed"),
     "nothing": ("kvferry_loads_total", "nothing"),
+    "in_step": ("kvferry_loads_in_step_total", ""),
     "tokens_loaded": ("kvferry_tokens_loaded_total", ""),
     "bytes_moved": ("kvferry_bytes_moved_total", ""),
     "bytes_predicted": ("kvferry_bytes_predicted_total", ""),
@@ -39,8 +40,8 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 @dataclass(frozen=True)
 class Counters:
     """Prompt tokens by vLLM's count: from a peer, computed, from the engine's own prefix cache. What vLLM's own connector
-    moved. And our counters: loads by outcome, tokens, bytes moved and foretold, runs, seconds from the first
-    posting of a load to its last byte."""
+    moved. And our counters: loads by outcome, those made in their step, tokens, bytes moved and foretold, runs, seconds from the
+    first posting of a load to its last byte."""
 
     from_peer: int = 0
     computed: int = 0
@@ -52,6 +53,7 @@ class Counters:
     refused: int = 0
     failed: int = 0
     nothing: int = 0
+    in_step: int = 0
     tokens_loaded: int = 0
     bytes_moved: int = 0
     bytes_predicted: int = 0

@@ -102,16 +102,15 @@ def _switch_threads_after(seconds: float) -> None:
 
 
 def _load_in_steps() -> None:
-    """Whatever is connected counts as mapped and quick, and a rank of a CPU has its orders with the step's; what is loaded so
-    is said in the log. Words are read to be seen. The forward pass, which no stream holds back here, waits for its loads."""
+    """Whatever is connected counts as mapped and quick, and a rank of a CPU has its orders with the step's. Words are read to be
+    seen. The forward pass, which no stream holds back here, waits for its loads."""
     from kvferry.engines.vllm.haste import Haste
-    from kvferry.engines.vllm.scheduler import SchedulerHalf, logger
     from kvferry.engines.vllm.wharf import Wharf
     from kvferry.session import links
     from kvferry.session.words import tiles_of_words
     from kvferry.transport import State
 
-    connect, saw, order = links.Links.connect, Haste.saw, SchedulerHalf._order
+    connect, saw = links.Links.connect, Haste.saw
 
     def anywhere(self: Any, peer: Any) -> Any:
         link = connect(self, peer)
@@ -129,15 +128,9 @@ def _load_in_steps() -> None:
             self._landings.append(landing)
         return all(word == lease.generation for word in landed)
 
-    def told(self: Any, request: Any, decode: Any, *rest: Any) -> None:
-        if decode.in_step:
-            logger.info("request %s is loaded in its step", request.request_id)
-        order(self, request, decode, *rest)
-
     links.Links.connect = anywhere  # type: ignore[method-assign]
     links.Links.stands = read  # type: ignore[method-assign]
     Haste.saw = lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6)  # type: ignore[method-assign]
-    SchedulerHalf._order = told  # type: ignore[method-assign,assignment]
     Wharf.on_device = property(lambda self: True)  # type: ignore[assignment]
     Wharf.holds_the_engine_back = lambda self: False  # type: ignore[method-assign]
 

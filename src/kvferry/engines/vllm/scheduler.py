@@ -498,7 +498,7 @@ class SchedulerHalf:
         for identity, seconds in report.seconds.items():
             self._learn(identity, seconds)
         received, failed = received | report.ended, failed | report.failed
-        loaded = tokens = 0
+        loaded = tokens = in_step = 0
         for identity in received:
             decode = self._decodes.get(identity)
             if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
@@ -512,7 +512,7 @@ class SchedulerHalf:
                 if not decode.counted:
                     self._stats.count("failed")
             else:
-                loaded, tokens = loaded + 1, tokens + decode.loaded
+                loaded, tokens, in_step = loaded + 1, tokens + decode.loaded, in_step + decode.in_step
             abandoned = decode.stage is Stage.ABANDONED
             self._over(identity, decode, "failed" if identity in failed else "loaded")
             if abandoned:
@@ -520,6 +520,7 @@ class SchedulerHalf:
         if loaded:
             self._stats.count("loaded", loaded)
             self._stats.count("tokens", tokens)
+            self._stats.count("in_step", in_step)
 
     def _learn(self, identity: str, seconds: float) -> None:
         decode = self._decodes.get(identity)

@@ -14,6 +14,7 @@ ENDINGS: Final = ("released", "expired", "aborted")
 
 COUNTERS: Final = {
     "tokens": ("kvferry_tokens_loaded", "Prompt tokens that came from a producer."),
+    "in_step": ("kvferry_loads_in_step", "Requests that were loaded in the step that first computed them."),
     "moved": ("kvferry_bytes_moved", "Bytes that the transport has moved for loads that succeeded."),
     "predicted": ("kvferry_bytes_predicted", "Bytes that the plans said those loads would move."),
     "runs": ("kvferry_runs_moved", "Contiguous runs they were moved in, after merging."),
