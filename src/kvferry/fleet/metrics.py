@@ -40,8 +40,8 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 @dataclass(frozen=True)
 class Counters:
     """Prompt tokens by vLLM's count: from a peer, computed, from the engine's own prefix cache. What vLLM's own connector
-    moved. And our counters: loads by outcome, those made in their step, tokens, bytes moved and foretold, runs, seconds from the
-    first posting of a load to its last byte."""
+    moved. And our counters: loads by outcome, those made in their step, tokens, bytes moved and foretold, runs, seconds from
+    the first posting of a load to its last byte."""
 
     from_peer: int = 0
     computed: int = 0

@@ -102,8 +102,8 @@ def _switch_threads_after(seconds: float) -> None:
 
 
 def _load_in_steps() -> None:
-    """Whatever is connected counts as mapped and quick, and a rank of a CPU has its orders with the step's. Words are read to be
-    seen. The forward pass, which no stream holds back here, waits for its loads."""
+    """Whatever is connected counts as mapped and quick, and a rank of a CPU has its orders with the step's. Words are read to
+    be seen. The forward pass, which no stream holds back here, waits for its loads."""
     from kvferry.engines.vllm.haste import Haste
     from kvferry.engines.vllm.wharf import Wharf
     from kvferry.session import links
