@@ -7,8 +7,8 @@ Each family is a tiny model with engines that differ in block size, backend, pre
 engine alone that computes a prompt in the same steps as a pair does: all tokens but the last, then that one. vLLM's own
 connector runs beside ours where it starts. Several families run at a time; FOLDER/matrix.json is written after every pair. What
 fails is written down, and the rest goes on. EVIDENCE.json, as tests/gpu/watch.py makes it, counts as if it were kept with the
-package. NAMEs, words joined by "+", choose families. Without a GPU a few families run on CPU engines, so that this program
-itself can be tried. `merge` adds the FOLDER/matrix.json of runs, the latest last, to a file of evidence, which keeps what it
+package. NAMEs, words joined by "+", choose families; a word with a "-" before it must not be there. Without a GPU a few families
+run on CPU engines, so that this program itself can be tried. `merge` adds the FOLDER/matrix.json of runs, the latest last, to a file of evidence, which keeps what it
 has of other pairs; where it lies with the package, docs/supported.md is made anew.
 
 Between one rank and two, loads are also spoiled on purpose, one way at a time: what the comparison finds of them is kept beside
@@ -705,7 +705,11 @@ def main(folder: str, seconds: str = "", evidence: str = "", *only: str) -> None
 
 
 def chosen(family: Family, only: Sequence[str]) -> bool:
-    return not only or any(all(word in family.name for word in name.split("+")) for name in only)
+    return not only or any(all(_is_said(word, family.name) for word in name.split("+")) for name in only)
+
+
+def _is_said(word: str, name: str) -> bool:
+    return word[1:] not in name if word.startswith("-") else word in name
 
 
 if __name__ == "__main__":
