@@ -7,9 +7,10 @@ Each family is a tiny model with engines that differ in block size, backend, pre
 engine alone that computes a prompt in the same steps as a pair does: all tokens but the last, then that one. vLLM's own
 connector runs beside ours where it starts. Several families run at a time; FOLDER/matrix.json is written after every pair. What
 fails is written down, and the rest goes on. EVIDENCE.json, as tests/gpu/watch.py makes it, counts as if it were kept with the
-package. NAMEs, words joined by "+", choose families; a word with a "-" before it must not be there. Without a GPU a few families
-run on CPU engines, so that this program itself can be tried. `merge` adds the FOLDER/matrix.json of runs, the latest last, to a file of evidence, which keeps what it
-has of other pairs; where it lies with the package, docs/supported.md is made anew.
+package. NAMEs, words joined by "+", choose families; a word with a "-" before it must not be there. Without a GPU a few
+families run on CPU engines, so that this program itself can be tried. `merge` adds the FOLDER/matrix.json of runs, the latest
+last, to a file of evidence, which keeps what it has of other pairs; where it lies with the package, docs/supported.md is made
+anew.
 
 Between one rank and two, loads are also spoiled on purpose, one way at a time: what the comparison finds of them is kept beside
 the pair, and a pair of which it finds nothing is "blind".
@@ -317,7 +318,7 @@ def as_evidence(rows: Sequence[Row], device: str, vllm: str, torch: str) -> Evid
 
 
 def found_of(row: Row) -> str:
-    tokens, held = row.counts.get("from_peer", 0), row.counts.get("cached", 0)
+    tokens, held, in_step = (row.counts.get(name, 0) for name in ("from_peer", "cached", "in_step"))
     text, parting = "all tokens", "at a near tie"
     if "bfloat16" in row.family and "TP1-TP2" in row.family:
         text, parting = "all tokens as of one rank alone or of two", "at a near tie, or where these two part,"
@@ -327,6 +328,7 @@ def found_of(row: Row) -> str:
         f"{row.requests} prompts: {text} and first log-probabilities the same (off by {row.apart:.1g}{allowed})",
         *([f"all candidates {row.times_apart:.2g} times as far as these two are apart"] if row.times_apart else []),
         f"{tokens:,} tokens loaded" + (f", {held:,} held already" if held else ""),
+        *([f"{in_step} prompts in the step that computed them"] if in_step else []),
         f"{row.counts['bytes_moved']:,} bytes as foretold",
     ]
     found += [f"{times:.2f} x the attention bytes of a prompt of {length} tokens" for length, times in row.times_useful.items()]

@@ -51,6 +51,8 @@ SETTLE_S: Final = 0.3
 QUIET_S: Final = 30.0
 COUNTED_S: Final = 8.0
 NUDGE_TOKENS: Final = 8
+WAKING: Final = 8
+"""Requests that wake API servers up, and how often so many are sent: none of four is left out by chance."""
 READ_AT_MOST: Final = 16
 ANSWERED: Final = 4
 ANSWER_TOKENS: Final = 8
@@ -131,6 +133,7 @@ class Measuring:
     async def _in_turn(self) -> None:
         if FIRST in self._rows:
             await self._phase(FIRST, self._first())
+        await self._phase("wake", self._wake())
         if CONSECUTIVE in self._rows:
             await self._phase(CONSECUTIVE, self._lengths(CONSECUTIVE))
         if IN_TURNS in self._rows:
@@ -162,6 +165,16 @@ class Measuring:
         async with self._row(FIRST, CONSECUTIVE, tokens) as row:
             found = await self._hand(row, self._prompt(FIRST, tokens), 0)
             row.samples["ttft"] = [_ms(found.first)]
+
+    async def _wake(self) -> None:
+        """The first request of an API server takes it a tenth of a second more, and one that has run for an hour has had it.
+        Blocks are in order after that, as they were."""
+        for side in self._sides():
+            for turn in range(WAKING):
+                names = [f"wake-{turn}-{i}" for i in range(WAKING)]
+                wanted = [(name, body(self._prompt(name, NUDGE_TOKENS), 2, stream=True)) for name in names]
+                await client.stream_all(side.address, wanted)
+            await self._lay(side, CONSECUTIVE, 0)
 
     async def _lengths(self, order: str) -> None:
         for tokens in self.settings.lengths:
