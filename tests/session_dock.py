@@ -151,7 +151,7 @@ class Dock:
 
     @property
     def free_landings(self) -> list[int]:
-        return [len(ferry._landings) for ferry in self.ferries]
+        return [len(ferry._passage.landings) for ferry in self.ferries]
 
 
 def _one(of: Side, group: int, table: Sequence[int]) -> list[int] | int:

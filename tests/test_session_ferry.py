@@ -561,7 +561,7 @@ def test_nothing_is_filled_where_there_is_nothing_to_fill():
 
 def test_a_fill_that_raises_fails_the_load(monkeypatch):
     made = dock(case(True, 1, 1))
-    monkeypatch.setattr(made.ferries[0], "_fill", failing(made.ferries[0]._fill, 0, RuntimeError("no memory")))
+    monkeypatch.setattr(made.ferries[0]._passage, "_fill", failing(made.ferries[0]._passage._fill, 0, RuntimeError("no memory")))
     made.hand_in(made.load(made.lease()))
     assert errors(made.step(ENOUGH)) == ["RuntimeError: no memory"]
     nothing_left(made)
@@ -572,8 +572,8 @@ class Fills:
     """Fills at once, and says so after having been asked `left` times."""
 
     def __init__(self, made: Dock, left: int) -> None:
-        self._fill, self.left, self.asked, self.begun = made.ferries[0]._fill, left, 0, 0
-        made.ferries[0]._fill = self
+        self._fill, self.left, self.asked, self.begun = made.ferries[0]._passage._fill, left, 0, 0
+        made.ferries[0]._passage._fill = self
 
     def __call__(self, fills: Any) -> Callable[[], bool]:
         self.begun += 1
@@ -772,7 +772,7 @@ def test_the_thread_carries_loads_over_nixl():
     target = NixlTransport("d", options)
     here = made.world.consumers[0, 0]
     target.register([*(Storage(b.ctypes.data, b.nbytes) for b in here.buffers), landing.storage])
-    ferries = [Ferry(target, landing, 0, made.ferries[0]._fill), Ferry(source, words, 0, lambda fills: None)]
+    ferries = [Ferry(target, landing, 0, made.ferries[0]._passage._fill), Ferry(source, words, 0, lambda fills: None)]
     try:
         for ferry in ferries:
             ferry.start()
@@ -904,7 +904,7 @@ def test_what_a_load_in_a_step_does_keeps_pythons_lock(hybrid):
     (ferry,) = made.ferries
     leases = {name: made.lease(name) for name in ("r0", "r1", "r2")}
     loads = [made.load(lease, name, in_step=True) for name, lease in leases.items()]
-    beside = (HostMover.start.__code__, HostMover.zero.__code__, ferry._fill.__code__)
+    beside = (HostMover.start.__code__, HostMover.zero.__code__, ferry._passage._fill.__code__)
     called: list[str] = []
 
     def hear(frame, event, function):
@@ -984,7 +984,7 @@ def test_of_loads_that_begin_together_one_that_finds_no_landing_place_fails_alon
 def test_of_loads_that_begin_together_one_that_cannot_be_filled_fails_alone(monkeypatch, in_step, bad):
     made = dock(case(False, 1, 1), mapped=True)
     (ferry,) = made.ferries
-    fill, filled = ferry._fill, []
+    fill, filled = ferry._passage._fill, []
     names = ("r0", "r1", "r2")
 
     def once(fills: Any) -> Any:
@@ -994,7 +994,7 @@ def test_of_loads_that_begin_together_one_that_cannot_be_filled_fails_alone(monk
             raise SessionError("nothing can be zeroed")
         return fill(fills)
 
-    monkeypatch.setattr(ferry, "_fill", once)
+    monkeypatch.setattr(ferry._passage, "_fill", once)
     ferry.load(*[made.load(made.lease(name), name, in_step=in_step) for name in names])
     if in_step:
         ferry.settle(names, PATIENCE_S)
@@ -1064,7 +1064,7 @@ def test_a_landing_place_is_given_back_once_whatever_is_said_of_the_path(monkeyp
     for _ in range(5):
         with suppress(OSError):
             ferry.step()
-    assert sorted(ferry._landings) == list(range(8))
+    assert sorted(ferry._passage.landings) == list(range(8))
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -175,14 +175,14 @@ class TestStaleReferences:
         with engines(*sides("nemotron-h", side(tp=2), {})) as (there, here):
             params = prefilled(there)
             ferry = here.connectors[0].worker._ferry
-            read = ferry._check
+            read = ferry._passage._check
 
             def late(*args: Any) -> None:
                 for rank in killed:
                     there.connectors[rank].worker._words.kill(lease_of(params))
                 read(*args)
 
-            ferry._check = late
+            ferry._passage._check = late
             here.scheduler.add_request(here.request("r", PROMPT, params))
             assert ended(here) is FinishReason.ERROR
             assert here.failed == {(0, "r")}
@@ -193,14 +193,14 @@ class TestStaleReferences:
         with engines(*sides("granite-h-1g", {}, side(tp=2))) as (there, here):
             params = prefilled(there)
             for connector in here.connectors:
-                read = connector.worker._ferry._check
+                read = connector.worker._ferry._passage._check
 
                 def late(*args: Any, read: Any = read) -> None:
                     there.connectors[0].worker._words.kill(lease_of(params))
                     there.soil(77)
                     read(*args)
 
-                connector.worker._ferry._check = late
+                connector.worker._ferry._passage._check = late
             here.scheduler.add_request(here.request("r", PROMPT, params))
             assert ended(here) is FinishReason.ERROR
             assert {rank for rank, _ in here.failed}

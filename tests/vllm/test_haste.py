@@ -281,11 +281,11 @@ class TestInAStep:
             worker = here.connectors[0].worker
             worker._options = msgspec.structs.replace(worker._options, read_s=0.2)
             ferry = worker._ferry
-            ferry._filled = lambda crossing: False
+            ferry._passage._filled = lambda crossing: False
             here.scheduler.add_request(here.request("r", prompt(6), prefilled(there, "r", prompt(6))))
             with pytest.raises(SessionError, match="have not ended in"):
                 here.step()
-            del ferry._filled
+            del ferry._passage._filled
 
 
 STATES = ("nemotron-h", "granite-h-1g", "qwen3-next", "jamba", "lfm2")

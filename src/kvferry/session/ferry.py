@@ -1,10 +1,5 @@
-"""One consumer rank's loads, on a thread of their own: read, check the lease's words, and only then say that it is done.
-
-    waiting ──> fetching ──> checking ──> loaded
-       └────────────┴────────────┴──> letting go ──> failed
-
-Nothing is said of a load before its destination is safe: a read that failed may still land, and a fill that was begun may not
-have ended. The engine's thread hands in meetings and loads and takes outcomes; the transport is touched in turns.
+"""One consumer rank's loads, on a thread of their own. The engine's thread hands in meetings and loads and takes outcomes; the
+transport is touched in turns.
 
 The thread sleeps as long as it can: it shares an interpreter with the engine. Where reads may be made from any thread, the
 engine's own begins a load when it is handed in and looks after it when outcomes are asked for, if the ferry's thread is not at
@@ -21,20 +16,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
-from kvferry.plan import Fills, Request
+from kvferry.errors import KVFerryError, SessionError, plain
+from kvferry.plan import Fills
 from kvferry.plan.explain import costs
 from kvferry.session.bell import Bell
 from kvferry.session.consumer import PeerKey
-from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome, Tables, is_lent
-from kvferry.session.fills import joined
-from kvferry.session.links import Links
+from kvferry.session.crossing import Crossing, Filled, Load, Outcome, Tables, is_lent
 from kvferry.session.meeting import Meeting
+from kvferry.session.passage import Passage
 from kvferry.session.reference import Lease
-from kvferry.session.words import Words, tiles_of_words
-from kvferry.strided import Ints
-from kvferry.transport import Read, State, Transport
-from kvferry.transport.contract import read_together
+from kvferry.session.words import Words
+from kvferry.transport import Transport
 
 logger = logging.getLogger("kvferry.session")
 
@@ -57,8 +49,6 @@ _TOGETHER: Final = 2 << 30
 """Bytes of loads that are copied together where no step waits for all of them: a millisecond or two on a device."""
 _SETTLING_S: Final = 0.00005
 """Between two looks at loads that a step waits for."""
-_FILLED: Final = 500
-"""Runs of several loads that are filled together: NumPy lets go of Python's lock for more."""
 _IDLE_S: Final = 0.05
 """Between two looks at nothing: for consumers that connect before anything is prefilled for them, who can wait."""
 
@@ -83,15 +73,12 @@ class Ferry:
         tended: bool = True,
         hurried: Callable[[], bool] = bool,
     ) -> None:
-        self._transport, self._words, self._rank, self._fill = transport, words, rank, fill
-        self._patience_s, self._clock, self._tended, self._hurried = patience_s, clock, tended, hurried
+        self._transport, self._words, self._rank = transport, words, rank
+        self._clock, self._tended, self._hurried = clock, tended, hurried
         self._commands: deque[Meeting | Load | PeerKey] = deque()
-        self._outcomes: deque[Outcome] = deque()
-        self._crossings: list[Crossing] = []
-        self._spent: list[Read] = []
-        self._moved_at = self._heard_at = self._pledged = -math.inf
-        self._landings = deque(range(words.slots))
-        self._links = Links(transport, words, rank, self._landings)
+        self._passage = Passage(transport, words, rank, fill, patience_s, clock)
+        self._links = self._passage.links
+        self._heard_at = self._pledged = -math.inf
         self._stumbled = ""
         self._wake = Bell()
         self._turn = threading.Lock()
@@ -153,22 +140,7 @@ class Ferry:
         with self._turn:
             if not self._keeps_all:
                 self._take_in()
-            self._depart_together([crossing for load in loads if (crossing := self._embark(load)) is not None])
-
-    def _depart_together(self, crossings: Sequence[Crossing]) -> None:
-        """Out of mapped memory, by one launch for all loads from a producer, none of which is over before all are."""
-        ready: dict[Link, list[Crossing]] = {}
-        for crossing in crossings:
-            link = crossing.peer.link
-            if link is None or not link.anywhere:
-                crossing.error = f"{crossing.load.peer} is no longer read out of mapped memory"
-            else:
-                ready.setdefault(link, []).append(crossing)
-        for link, found in ready.items():
-            self._attempt_all(found, link, self._post)
-        self._check_together(crossings)
-        for crossing in crossings:
-            self._attempt(crossing, self._advance)
+            self._passage.depart_together([crossing for load in loads if (crossing := self._passage.embark(load)) is not None])
 
     def pace(self, key: PeerKey) -> float | None:
         """Seconds a token at a pace that any device's memory has, of a producer that any thread may read from."""
@@ -187,10 +159,10 @@ class Ferry:
         deadline = self._clock() + limit_s
         while True:
             with self._turn:
-                waited_for = [crossing for crossing in self._crossings if crossing.load.request in requests]
-                self._check_together(waited_for)
+                waited_for = [crossing for crossing in self._passage.under_way if crossing.load.request in requests]
+                self._passage.check_together(waited_for)
                 for crossing in waited_for:
-                    self._attempt(crossing, self._advance)
+                    self._passage.move_on(crossing)
             if not waited_for:
                 self._pledge_until(-math.inf)
                 return
@@ -199,41 +171,6 @@ class Ferry:
                 raise SessionError(f"copies of {said} have not ended in {limit_s:g} s, and a step waits for them")
             time.sleep(_SETTLING_S)
 
-    def _check_together(self, crossings: Sequence[Crossing]) -> None:
-        """Begin to check those whose data has arrived, by one read for all from a producer that any thread may read; as many as
-        there are landing places for."""
-        arrived: dict[Link, list[Crossing]] = {}
-
-        def look(crossing: Crossing) -> None:
-            link = crossing.link
-            if link is None or not link.anywhere or crossing.checking or crossing.error or self._is_pledged(crossing):
-                return
-            if all(self._transport.poll(read) is State.DONE for read in crossing.reads):
-                arrived.setdefault(link, []).append(crossing)
-
-        for crossing in crossings:
-            self._attempt(crossing, look)
-        for link, found in arrived.items():
-            some = found[: len(self._landings) // max(1, len(link.words))]
-            if some:
-                self._attempt_all(some, link, self._check)
-
-    def _attempt_all(
-        self, crossings: Sequence[Crossing], link: Link, action: Callable[[Sequence[Crossing], Link], None]
-    ) -> None:
-        """Whatever goes wrong fails all of them, but for what the action itself found wrong with one."""
-        first, *others = crossings
-        ended = False
-
-        def act(_: Crossing) -> None:
-            nonlocal ended
-            action(crossings, link)
-            ended = True
-
-        self._attempt(first, act)
-        for crossing in others if not ended else ():
-            crossing.error = crossing.error or first.error
-
     def _begun(self, loads: Sequence[Load]) -> Sequence[Load]:
         """Those that could not begin here and now, as loads out of mapped memory do; none does before anything that was handed
         in earlier."""
@@ -241,10 +178,10 @@ class Ferry:
             return loads
         try:
             left = [load for load in loads if self._links.mapped(load.peer) is None]
-            ready = (self._embark(load) for load in loads if self._links.mapped(load.peer) is not None)
+            ready = (self._passage.embark(load) for load in loads if self._links.mapped(load.peer) is not None)
             crossings = [crossing for crossing in ready if crossing is not None]
             for several in _convoys(crossings):
-                self._depart_together(several)
+                self._passage.depart_together(several)
             for crossing in crossings:
                 self._call_for_help(crossing)
             return left
@@ -267,21 +204,24 @@ class Ferry:
     def outcomes(self) -> list[Outcome]:
         self._lent_move_on()
         out = []
-        while self._outcomes:
-            out.append(self._outcomes.popleft())
+        while self._passage.outcomes:
+            out.append(self._passage.outcomes.popleft())
         return out
 
     def _lent_move_on(self) -> bool:
         """Whether there are loads that the engine's own thread looks after, which it has just done."""
-        if not self._crossings or not self._turn.acquire(blocking=False):
+        if not self._passage.under_way or not self._turn.acquire(blocking=False):
             return False
         try:
-            lent, under_way = [crossing for crossing in self._crossings if is_lent(crossing)], len(self._crossings)
-            self._check_together(lent)
+            lent, under_way = (
+                [crossing for crossing in self._passage.under_way if is_lent(crossing)],
+                len(self._passage.under_way),
+            )
+            self._passage.check_together(lent)
             for crossing in lent:
-                self._attempt(crossing, self._advance)
+                self._passage.move_on(crossing)
                 self._call_for_help(crossing)
-            return under_way - len(self._crossings) < len(lent)
+            return under_way - len(self._passage.under_way) < len(lent)
         finally:
             self._turn.release()
 
@@ -311,11 +251,12 @@ class Ferry:
 
     def _pause(self) -> float:
         """How long nothing needs to be done, unless something is handed in."""
-        rest = self._listening
-        if self._crossings and not self._links.warming and not self._spent and all(map(is_lent, self._crossings)):
+        rest, crossings = self._listening, self._passage.under_way
+        others = self._links.warming or self._passage.spent
+        if crossings and not others and all(map(is_lent, crossings)):
             return min(rest, _LENT_S)
-        if self._crossings or self._links.warming or self._spent:
-            rest = min(rest, _LONGEST_S, max(_BUSY_S, (self._clock() - self._moved_at) / _PATIENCE))
+        if crossings or others:
+            rest = min(rest, _LONGEST_S, max(_BUSY_S, (self._clock() - self._passage.moved_at) / _PATIENCE))
         return rest
 
     @property
@@ -332,233 +273,32 @@ class Ferry:
             if not self._keeps_all:
                 self._step()
                 return
-            for crossing in [crossing for crossing in self._crossings if crossing.load.is_pledged]:
-                self._attempt(crossing, self._advance)
+            for crossing in [crossing for crossing in self._passage.under_way if crossing.load.is_pledged]:
+                self._passage.move_on(crossing)
 
     def _take_in(self) -> None:
         if self._commands:
-            self._moved_at = self._clock()
+            self._passage.moved_at = self._clock()
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Load):
-                self._embark(command)
+                self._passage.embark(command)
             elif isinstance(command, Meeting):
-                self._links.know(command, self._crossings)
+                self._links.know(command, self._passage.under_way)
             else:
                 self._links.forget(command)
 
     def _step(self) -> None:
         self._take_in()
-        for crossing in tuple(self._crossings):
-            self._attempt(crossing, self._advance)
-        self._links.look_after(self._crossings)
-        if self._spent:
-            self._sweep()
+        for crossing in tuple(self._passage.under_way):
+            self._passage.move_on(crossing)
+        self._links.look_after(self._passage.under_way)
+        if self._passage.spent:
+            self._passage.sweep()
         now = self._clock()
         if now - self._heard_at >= self._listening / 2:
             self._heard_at = now
             self._transport.notifications()
-
-    def _embark(self, load: Load) -> Crossing | None:
-        started = self._clock()
-        try:
-            peer = self._links.peers.get(load.peer)
-            if peer is None:
-                raise BadReferenceError(f"{load.peer} was never met")
-            if not 0 <= load.lease.slot < peer.slots:
-                raise BadReferenceError(
-                    f"{load.peer} has {peer.slots} slots for leases, and the reference names {load.lease.slot}"
-                )
-            loading = peer.binder.load(Request(load.tokens, load.src, load.dst, load.start))
-        except KVFerryError as error:
-            self._outcomes.append(Outcome(load.request, str(error)))
-        except Exception as error:
-            logger.exception("a load failed unexpectedly")
-            self._outcomes.append(Outcome(load.request, _described(error)))
-        else:
-            self._crossings.append(Crossing(load, peer, loading, started))
-            return self._crossings[-1]
-        return None
-
-    def _attempt(self, crossing: Crossing, action: Callable[[Crossing], None]) -> None:
-        """Whatever goes wrong fails this load, and no other unless the connection is lost."""
-        try:
-            action(crossing)
-        except TransportError as error:
-            self._break_off(crossing, str(error))
-        except KVFerryError as error:
-            crossing.error = crossing.error or str(error)
-        except Exception as error:
-            if not crossing.error:
-                logger.exception("a load failed unexpectedly")
-            crossing.error = crossing.error or _described(error)
-
-    def _break_off(self, crossing: Crossing, reason: str) -> None:
-        link = crossing.link
-        lost = (link.lost if link is not None else "") or reason
-        peer = crossing.load.peer
-        gone = f"{peer} since its start {plain(peer.incarnation)} is gone or out of reach: {lost}"
-        crossing.error = crossing.error or gone
-        if link is not None:
-            self._links.lose(link, reason)
-
-    def _advance(self, crossing: Crossing) -> None:
-        if crossing.error:
-            self._let_go(crossing)
-            return
-        link = crossing.link or self._depart(crossing)
-        if link is None or crossing.error or not self._arrived(crossing):
-            return
-        if not crossing.checking and self._is_pledged(crossing):
-            self._arrive(crossing)
-            crossing.sure = True
-        elif not crossing.checking:
-            self._check([crossing], link)
-            if crossing.error or not self._arrived(crossing):
-                return
-        self._spend(crossing)
-        if self._filled(crossing):
-            self._disembark(crossing, link)
-
-    def _is_pledged(self, crossing: Crossing) -> bool:
-        return self._clock() < crossing.load.pledged
-
-    def _arrive(self, crossing: Crossing) -> None:
-        crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
-        self._spend(crossing)
-        crossing.checking = True
-
-    def _arrived(self, crossing: Crossing) -> bool:
-        """Whether all that is under way has arrived; it may have while it was posted."""
-        states = [self._transport.poll(read) for read in crossing.reads]
-        if State.FAILED in states:
-            self._break_off(crossing, crossing.reads[states.index(State.FAILED)].error)
-            return False
-        return State.RUNNING not in states
-
-    def _spend(self, crossing: Crossing) -> None:
-        if crossing.reads:
-            self._moved_at = self._clock()
-            self._spent += [read for read in crossing.reads if not self._transport.release(read)]
-            crossing.reads = []
-
-    def _filled(self, crossing: Crossing) -> bool:
-        if crossing.filled is not None and crossing.filled():
-            crossing.filled = None
-        return crossing.filled is None
-
-    def _depart(self, crossing: Crossing) -> Link | None:
-        """Post the reads, over a new connection if need be, once no read of a broken one can still land."""
-        peer, key = crossing.peer, crossing.load.peer
-        if peer.link is None:
-            if self._links.lingers(key, self._crossings):
-                if self._clock() - crossing.started >= self._patience_s:
-                    raise TransportError(
-                        f"{key}: its connection broke, and reads over it have not ended in {self._patience_s:g} s; "
-                        f"is it stopped or overloaded?"
-                    )
-                return None
-            peer.link = self._links.connect(peer)
-        self._post([crossing], peer.link)
-        return crossing.link
-
-    def _post(self, crossings: Sequence[Crossing], link: Link) -> None:
-        """What is to be filled, and the reads of the data; of several loads at once, if the transport can."""
-        for crossing in crossings:
-            crossing.link = link
-        self._begin_to_fill([crossing for crossing in crossings if len(crossing.loading.fills)])
-        sound = [crossing for crossing in crossings if not crossing.error]
-        loads = [crossing.loading.tiles for crossing in sound]
-        for prepared in link.data if sound else ():
-            for crossing, read in zip(sound, read_together(self._transport, prepared, loads), strict=True):
-                crossing.reads.append(read)
-
-    def _begin_to_fill(self, crossings: Sequence[Crossing]) -> None:
-        """All at once, unless there are many runs; if that fails, one by one: to fill twice does no harm."""
-        fills = [crossing.loading.fills for crossing in crossings]
-        if len(fills) > 1 and sum(map(len, fills)) <= _FILLED:
-            try:
-                filled = self._fill(joined(fills))
-            except KVFerryError as error:
-                logger.debug("%d loads cannot be filled together: %s", len(crossings), error)
-            else:
-                for crossing in crossings:
-                    crossing.filled = filled
-                return
-        for crossing in crossings:
-            self._attempt(crossing, self._fill_one)
-
-    def _fill_one(self, crossing: Crossing) -> None:
-        crossing.filled = self._fill(crossing.loading.fills)
-
-    def _check(self, crossings: Sequence[Crossing], link: Link) -> None:
-        """All data has been seen to arrive: now the words are read, which say whether it was still the lease's; of several
-        loads by one read that all of them wait for."""
-        for crossing in crossings:
-            self._arrive(crossing)
-            self._attempt(crossing, self._find_landings)
-        sound = [crossing for crossing in crossings if not crossing.error]
-        slots = [crossing.load.lease.slot for crossing in sound]
-        for source, (first, prepared) in enumerate(link.words if sound else ()):
-            landings = [crossing.landings[source] for crossing in sound]
-            read = self._transport.read(prepared, tiles_of_words(first, slots, landings))
-            for crossing in sound:
-                crossing.reads.append(read)
-
-    def _find_landings(self, crossing: Crossing) -> None:
-        """A place for a word of every rank that is read."""
-        for _ in crossing.peer.binder.plan.sources:
-            if not self._landings:
-                raise SessionError("no landing place for a generation word is free: too many loads at a time")
-            crossing.landings.append(self._landings.popleft())
-            self._words.wipe(crossing.landings[-1])
-
-    def _disembark(self, crossing: Crossing, link: Link) -> None:
-        load, seen = crossing.load, crossing.seen
-        found = [self._words.landed(landing) for landing in crossing.landings]
-        if not crossing.sure and found != [load.lease.generation] * len(crossing.peer.binder.plan.sources):
-            crossing.error = f"{load.peer} has given the blocks of the reference away: it came too late, or for a second time"
-            return
-        moved, predicted = sum(t.bytes for t in seen), crossing.loading.bytes
-        if moved != predicted:
-            crossing.error = (
-                f"{load.peer}: {moved} bytes were moved, the plan says {predicted}; report this with both manifests"
-            )
-            return
-        self._end(
-            crossing,
-            Outcome(
-                load.request,
-                tokens=load.tokens - load.start,
-                predicted=predicted,
-                moved=moved,
-                runs=sum(t.runs for t in seen),
-                posting_s=sum(t.posting_s for t in seen),
-                wire_s=max((t.wire_s for t in seen), default=0.0),
-                total_s=self._clock() - crossing.started,
-                unhashable={g: _blocks(load.dst[g], at) for g, at in crossing.loading.unhashable.items()},
-                anywhere=link.anywhere,
-            ),
-        )
-        self._links.tell(crossing.peer, link)
-
-    def _let_go(self, crossing: Crossing) -> None:
-        crossing.reads = [read for read in crossing.reads if not self._transport.release(read)]
-        if not crossing.reads and self._filled(crossing):
-            self._end(crossing, Outcome(crossing.load.request, crossing.error, total_s=self._clock() - crossing.started))
-        elif crossing.reads and not crossing.waits:
-            crossing.waits = True
-            waits = "it waits until nothing can land in its blocks any more, until the producer goes on or dies"
-            logger.error("request %s: %s; %s", crossing.load.request, crossing.error, waits)
-
-    def _end(self, crossing: Crossing, outcome: Outcome) -> None:
-        self._landings.extend(crossing.landings)
-        self._crossings.remove(crossing)
-        self._outcomes.append(outcome)
-
-    def _sweep(self) -> None:
-        """Give back reads that are done; the transport may need to be asked more than once."""
-        self._spent = [read for read in self._spent if not self._transport.release(read)]
 
 
 def _convoys(crossings: Sequence[Crossing]) -> list[list[Crossing]]:
@@ -572,11 +312,3 @@ def _convoys(crossings: Sequence[Crossing]) -> list[list[Crossing]]:
         out[-1].append(crossing)
         size += crossing.loading.bytes
     return out
-
-
-def _blocks(table: list[int] | int, places: Ints) -> tuple[int, ...]:
-    return tuple(table[place] for place in places.tolist()) if isinstance(table, list) else ()
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

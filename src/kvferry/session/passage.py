@@ -1,0 +1,317 @@
+"""What becomes of a load once it is taken in: read, check the lease's words, and only then say that it is done.
+
+    waiting ──> fetching ──> checking ──> loaded
+       └────────────┴────────────┴──> letting go ──> failed
+
+Nothing is said of a load before its destination is safe: a read that failed may still land, and a fill that was begun may not
+have ended. Whoever calls has the ferry's turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
+from kvferry.plan import Fills, Request
+from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome
+from kvferry.session.fills import joined
+from kvferry.session.links import Links
+from kvferry.session.words import Words, tiles_of_words
+from kvferry.strided import Ints
+from kvferry.transport import Read, State, Transport
+from kvferry.transport.contract import read_together
+
+logger = logging.getLogger("kvferry.session")
+
+_FILLED: Final = 500
+"""Runs of several loads that are filled together: NumPy lets go of Python's lock for more."""
+
+
+class Passage:
+    """The loads of one consumer rank that are `under_way`, and how others ended. `fill` begins to zero destination runs, and
+    returns what says whether that is done, or None if it is already. `spent`: reads that the transport still holds.
+    `moved_at`: when something was last seen to arrive."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        words: Words,
+        rank: int,
+        fill: Callable[[Fills], Filled | None],
+        patience_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport, self._words, self._fill = transport, words, fill
+        self._patience_s, self._clock = patience_s, clock
+        self.landings = deque(range(words.slots))
+        self.links = Links(transport, words, rank, self.landings)
+        self.under_way: list[Crossing] = []
+        self.outcomes: deque[Outcome] = deque()
+        self.spent: list[Read] = []
+        self.moved_at = -math.inf
+
+    def embark(self, load: Load) -> Crossing | None:
+        started = self._clock()
+        try:
+            peer = self.links.peers.get(load.peer)
+            if peer is None:
+                raise BadReferenceError(f"{load.peer} was never met")
+            if not 0 <= load.lease.slot < peer.slots:
+                raise BadReferenceError(
+                    f"{load.peer} has {peer.slots} slots for leases, and the reference names {load.lease.slot}"
+                )
+            loading = peer.binder.load(Request(load.tokens, load.src, load.dst, load.start))
+        except KVFerryError as error:
+            self.outcomes.append(Outcome(load.request, str(error)))
+        except Exception as error:
+            logger.exception("a load failed unexpectedly")
+            self.outcomes.append(Outcome(load.request, _described(error)))
+        else:
+            self.under_way.append(Crossing(load, peer, loading, started))
+            return self.under_way[-1]
+        return None
+
+    def depart_together(self, crossings: Sequence[Crossing]) -> None:
+        """Out of mapped memory, by one launch for all loads from a producer, none of which is over before all are."""
+        ready: dict[Link, list[Crossing]] = {}
+        for crossing in crossings:
+            link = crossing.peer.link
+            if link is None or not link.anywhere:
+                crossing.error = f"{crossing.load.peer} is no longer read out of mapped memory"
+            else:
+                ready.setdefault(link, []).append(crossing)
+        for link, found in ready.items():
+            self._attempt_all(found, link, self._post)
+        self.check_together(crossings)
+        for crossing in crossings:
+            self.move_on(crossing)
+
+    def check_together(self, crossings: Sequence[Crossing]) -> None:
+        """Begin to check those whose data has arrived, by one read for all from a producer that any thread may read; as many as
+        there are landing places for."""
+        arrived: dict[Link, list[Crossing]] = {}
+
+        def look(crossing: Crossing) -> None:
+            link = crossing.link
+            if link is None or not link.anywhere or crossing.checking or crossing.error or self._is_pledged(crossing):
+                return
+            if all(self._transport.poll(read) is State.DONE for read in crossing.reads):
+                arrived.setdefault(link, []).append(crossing)
+
+        for crossing in crossings:
+            self._attempt(crossing, look)
+        for link, found in arrived.items():
+            some = found[: len(self.landings) // max(1, len(link.words))]
+            if some:
+                self._attempt_all(some, link, self._check)
+
+    def _attempt_all(
+        self, crossings: Sequence[Crossing], link: Link, action: Callable[[Sequence[Crossing], Link], None]
+    ) -> None:
+        """Whatever goes wrong fails all of them, but for what the action itself found wrong with one."""
+        first, *others = crossings
+        ended = False
+
+        def act(_: Crossing) -> None:
+            nonlocal ended
+            action(crossings, link)
+            ended = True
+
+        self._attempt(first, act)
+        for crossing in others if not ended else ():
+            crossing.error = crossing.error or first.error
+
+    def _attempt(self, crossing: Crossing, action: Callable[[Crossing], None]) -> None:
+        """Whatever goes wrong fails this load, and no other unless the connection is lost."""
+        try:
+            action(crossing)
+        except TransportError as error:
+            self._break_off(crossing, str(error))
+        except KVFerryError as error:
+            crossing.error = crossing.error or str(error)
+        except Exception as error:
+            if not crossing.error:
+                logger.exception("a load failed unexpectedly")
+            crossing.error = crossing.error or _described(error)
+
+    def _break_off(self, crossing: Crossing, reason: str) -> None:
+        link = crossing.link
+        lost = (link.lost if link is not None else "") or reason
+        peer = crossing.load.peer
+        gone = f"{peer} since its start {plain(peer.incarnation)} is gone or out of reach: {lost}"
+        crossing.error = crossing.error or gone
+        if link is not None:
+            self.links.lose(link, reason)
+
+    def move_on(self, crossing: Crossing) -> None:
+        self._attempt(crossing, self._advance)
+
+    def _advance(self, crossing: Crossing) -> None:
+        if crossing.error:
+            self._let_go(crossing)
+            return
+        link = crossing.link or self._depart(crossing)
+        if link is None or crossing.error or not self._arrived(crossing):
+            return
+        if not crossing.checking and self._is_pledged(crossing):
+            self._arrive(crossing)
+            crossing.sure = True
+        elif not crossing.checking:
+            self._check([crossing], link)
+            if crossing.error or not self._arrived(crossing):
+                return
+        self._spend(crossing)
+        if self._filled(crossing):
+            self._disembark(crossing, link)
+
+    def _is_pledged(self, crossing: Crossing) -> bool:
+        return self._clock() < crossing.load.pledged
+
+    def _arrive(self, crossing: Crossing) -> None:
+        crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
+        self._spend(crossing)
+        crossing.checking = True
+
+    def _arrived(self, crossing: Crossing) -> bool:
+        """Whether all that is under way has arrived; it may have while it was posted."""
+        states = [self._transport.poll(read) for read in crossing.reads]
+        if State.FAILED in states:
+            self._break_off(crossing, crossing.reads[states.index(State.FAILED)].error)
+            return False
+        return State.RUNNING not in states
+
+    def _spend(self, crossing: Crossing) -> None:
+        if crossing.reads:
+            self.moved_at = self._clock()
+            self.spent += [read for read in crossing.reads if not self._transport.release(read)]
+            crossing.reads = []
+
+    def _filled(self, crossing: Crossing) -> bool:
+        if crossing.filled is not None and crossing.filled():
+            crossing.filled = None
+        return crossing.filled is None
+
+    def _depart(self, crossing: Crossing) -> Link | None:
+        """Post the reads, over a new connection if need be, once no read of a broken one can still land."""
+        peer, key = crossing.peer, crossing.load.peer
+        if peer.link is None:
+            if self.links.lingers(key, self.under_way):
+                if self._clock() - crossing.started >= self._patience_s:
+                    raise TransportError(
+                        f"{key}: its connection broke, and reads over it have not ended in {self._patience_s:g} s; "
+                        f"is it stopped or overloaded?"
+                    )
+                return None
+            peer.link = self.links.connect(peer)
+        self._post([crossing], peer.link)
+        return crossing.link
+
+    def _post(self, crossings: Sequence[Crossing], link: Link) -> None:
+        """What is to be filled, and the reads of the data; of several loads at once, if the transport can."""
+        for crossing in crossings:
+            crossing.link = link
+        self._begin_to_fill([crossing for crossing in crossings if len(crossing.loading.fills)])
+        sound = [crossing for crossing in crossings if not crossing.error]
+        loads = [crossing.loading.tiles for crossing in sound]
+        for prepared in link.data if sound else ():
+            for crossing, read in zip(sound, read_together(self._transport, prepared, loads), strict=True):
+                crossing.reads.append(read)
+
+    def _begin_to_fill(self, crossings: Sequence[Crossing]) -> None:
+        """All at once, unless there are many runs; if that fails, one by one: to fill twice does no harm."""
+        fills = [crossing.loading.fills for crossing in crossings]
+        if len(fills) > 1 and sum(map(len, fills)) <= _FILLED:
+            try:
+                filled = self._fill(joined(fills))
+            except KVFerryError as error:
+                logger.debug("%d loads cannot be filled together: %s", len(crossings), error)
+            else:
+                for crossing in crossings:
+                    crossing.filled = filled
+                return
+        for crossing in crossings:
+            self._attempt(crossing, self._fill_one)
+
+    def _fill_one(self, crossing: Crossing) -> None:
+        crossing.filled = self._fill(crossing.loading.fills)
+
+    def _check(self, crossings: Sequence[Crossing], link: Link) -> None:
+        """All data has been seen to arrive: now the words are read, which say whether it was still the lease's; of several
+        loads by one read that all of them wait for."""
+        for crossing in crossings:
+            self._arrive(crossing)
+            self._attempt(crossing, self._find_landings)
+        sound = [crossing for crossing in crossings if not crossing.error]
+        slots = [crossing.load.lease.slot for crossing in sound]
+        for source, (first, prepared) in enumerate(link.words if sound else ()):
+            landings = [crossing.landings[source] for crossing in sound]
+            read = self._transport.read(prepared, tiles_of_words(first, slots, landings))
+            for crossing in sound:
+                crossing.reads.append(read)
+
+    def _find_landings(self, crossing: Crossing) -> None:
+        """A place for a word of every rank that is read."""
+        for _ in crossing.peer.binder.plan.sources:
+            if not self.landings:
+                raise SessionError("no landing place for a generation word is free: too many loads at a time")
+            crossing.landings.append(self.landings.popleft())
+            self._words.wipe(crossing.landings[-1])
+
+    def _disembark(self, crossing: Crossing, link: Link) -> None:
+        load, seen = crossing.load, crossing.seen
+        found = [self._words.landed(landing) for landing in crossing.landings]
+        if not crossing.sure and found != [load.lease.generation] * len(crossing.peer.binder.plan.sources):
+            crossing.error = f"{load.peer} has given the blocks of the reference away: it came too late, or for a second time"
+            return
+        moved, predicted = sum(t.bytes for t in seen), crossing.loading.bytes
+        if moved != predicted:
+            crossing.error = (
+                f"{load.peer}: {moved} bytes were moved, the plan says {predicted}; report this with both manifests"
+            )
+            return
+        self._end(
+            crossing,
+            Outcome(
+                load.request,
+                tokens=load.tokens - load.start,
+                predicted=predicted,
+                moved=moved,
+                runs=sum(t.runs for t in seen),
+                posting_s=sum(t.posting_s for t in seen),
+                wire_s=max((t.wire_s for t in seen), default=0.0),
+                total_s=self._clock() - crossing.started,
+                unhashable={g: _blocks(load.dst[g], at) for g, at in crossing.loading.unhashable.items()},
+                anywhere=link.anywhere,
+            ),
+        )
+        self.links.tell(crossing.peer, link)
+
+    def _let_go(self, crossing: Crossing) -> None:
+        crossing.reads = [read for read in crossing.reads if not self._transport.release(read)]
+        if not crossing.reads and self._filled(crossing):
+            self._end(crossing, Outcome(crossing.load.request, crossing.error, total_s=self._clock() - crossing.started))
+        elif crossing.reads and not crossing.waits:
+            crossing.waits = True
+            waits = "it waits until nothing can land in its blocks any more, until the producer goes on or dies"
+            logger.error("request %s: %s; %s", crossing.load.request, crossing.error, waits)
+
+    def _end(self, crossing: Crossing, outcome: Outcome) -> None:
+        self.landings.extend(crossing.landings)
+        self.under_way.remove(crossing)
+        self.outcomes.append(outcome)
+
+    def sweep(self) -> None:
+        """Give back reads that are done; the transport may need to be asked more than once."""
+        self.spent = [read for read in self.spent if not self._transport.release(read)]
+
+
+def _blocks(table: list[int] | int, places: Ints) -> tuple[int, ...]:
+    return tuple(table[place] for place in places.tolist()) if isinstance(table, list) else ()
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
