@@ -561,7 +561,8 @@ def test_nothing_is_filled_where_there_is_nothing_to_fill():
 
 def test_a_fill_that_raises_fails_the_load(monkeypatch):
     made = dock(case(True, 1, 1))
-    monkeypatch.setattr(made.ferries[0]._passage, "_fill", failing(made.ferries[0]._passage._fill, 0, RuntimeError("no memory")))
+    passage = made.ferries[0]._passage
+    monkeypatch.setattr(passage, "_fill", failing(passage._fill, 0, RuntimeError("no memory")))
     made.hand_in(made.load(made.lease()))
     assert errors(made.step(ENOUGH)) == ["RuntimeError: no memory"]
     nothing_left(made)

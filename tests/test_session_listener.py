@@ -131,7 +131,7 @@ def test_a_message_that_never_ends_is_cut_off_while_others_keep_the_listener_bus
 
 @pytest.mark.parametrize("keyed", [False, True])
 def test_many_whole_messages_are_never_cut_off(keyed, monkeypatch, tmp_path):
-    """What may wait unheard, here and in the kernel, is less than what is cut. However late they are taken, all are kept here."""
+    """What may wait unheard, here and in the kernel, is less than what is cut. All are kept, however late they are taken."""
     assert listening._UNHEARD * MAX_REQUEST + 4 * listening._BUFFER < listening._UNSAID
     monkeypatch.setattr(listening, "_REST", 0.0)
     monkeypatch.setattr(listening, "_UNTAKEN", 1 << 30)

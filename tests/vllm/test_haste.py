@@ -35,6 +35,7 @@ from kvferry.engines.vllm.haste import (
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import SessionError
+from kvferry.fleet.patches import stands_as_read
 from kvferry.session import Lease, PeerKey
 from kvferry.session.links import Links
 
@@ -56,6 +57,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return link
 
     monkeypatch.setattr(Links, "connect", anywhere)
+    monkeypatch.setattr(Links, "stands", stands_as_read)
     monkeypatch.setattr(Haste, "saw", lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6))
 
 
@@ -110,7 +112,7 @@ class TestInAStep:
             assert arrival.differences() == []
             moved = [counted["moved"] - was for counted, was in zip(here.moved, before, strict=True)]
             assert all(moved)
-            assert here.counted["loaded"] == 2
+            assert (here.counted["loaded"], here.counted["in_step"]) == (2, 1)
             there.step_until(lambda: not there.scheduler.requests)
             assert (there.held, here.held) == (0, 0)
 
@@ -349,7 +351,7 @@ class TestPledged:
             assert not [key for key in here.reported["received"] if key[1] == "r"]
             assert arrival.differences() == []
             assert here.moved[0]["moved"] > before
-            assert here.counted["loaded"] == 2
+            assert (here.counted["loaded"], here.counted["in_step"]) == (2, 1)
             there.step_until(lambda: not there.scheduler.requests)
             assert (there.held, here.held) == (0, 0)
 

@@ -107,8 +107,6 @@ def _load_in_steps() -> None:
     from kvferry.engines.vllm.haste import Haste
     from kvferry.engines.vllm.wharf import Wharf
     from kvferry.session import links
-    from kvferry.session.words import tiles_of_words
-    from kvferry.transport import State
 
     connect, saw = links.Links.connect, Haste.saw
 
@@ -117,22 +115,27 @@ def _load_in_steps() -> None:
         link.anywhere = True
         return link
 
-    def read(self: Any, link: Any, lease: Any) -> bool:
-        landed = []
-        for first, prepared in link.words:
-            landing = self._landings.popleft()
-            read = self._transport.read(prepared, tiles_of_words(first, [lease.slot], [landing]))
-            while self._transport.poll(read) is State.RUNNING or not self._transport.release(read):
-                pass
-            landed.append(self._words.landed(landing))
-            self._landings.append(landing)
-        return all(word == lease.generation for word in landed)
-
     links.Links.connect = anywhere  # type: ignore[method-assign]
-    links.Links.stands = read  # type: ignore[method-assign]
+    links.Links.stands = stands_as_read  # type: ignore[method-assign,assignment]
     Haste.saw = lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6)  # type: ignore[method-assign]
     Wharf.on_device = property(lambda self: True)  # type: ignore[assignment]
     Wharf.holds_the_engine_back = lambda self: False  # type: ignore[method-assign]
+
+
+def stands_as_read(links: Any, link: Any, lease: Any) -> bool:
+    """`Links.stands` where words are not mapped, and must be read to be seen."""
+    from kvferry.session.words import tiles_of_words
+    from kvferry.transport import State
+
+    landed = []
+    for first, prepared in link.words:
+        landing = links._landings.popleft()
+        read = links._transport.read(prepared, tiles_of_words(first, [lease.slot], [landing]))
+        while links._transport.poll(read) is State.RUNNING or not links._transport.release(read):
+            pass
+        landed.append(links._words.landed(landing))
+        links._landings.append(landing)
+    return all(word == lease.generation for word in landed)
 
 
 def _compute_last_tokens_apart() -> None:

@@ -520,6 +520,7 @@ class SchedulerHalf:
         if loaded:
             self._stats.count("loaded", loaded)
             self._stats.count("tokens", tokens)
+        if in_step:
             self._stats.count("in_step", in_step)
 
     def _learn(self, identity: str, seconds: float) -> None:
