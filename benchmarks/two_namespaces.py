@@ -4,8 +4,8 @@
     unshare -Urnm python benchmarks/two_namespaces.py --engines [--tokens 2049] [--repeats 7] [--json FILE]
 
 A pair of virtual interfaces joins this process's namespace with one of the producer's own; `tc` limits what goes through. Needs
-no privileges where user namespaces are allowed. Bytes move between two transports, or with --engines between two vLLM servers,
-which need vLLM in the Python that runs this; `kvferry bench serve --starts 0 --add FILE` shows what was measured of them.
+no privileges where user namespaces are allowed. The namespaces stand for machines: no memory of one is mapped in the other. Bytes
+move between two transports, or with --engines between two vLLM servers, which need vLLM in the Python that runs this; `kvferry bench serve --starts 0 --add FILE` shows what was measured of them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def measured(held: Holder, scatter: Scatter, tokens: int, repeats: int, budget: 
     ends: dict[str, End] = {}
     try:
         for way in WAYS:
-            ends[way] = consumer_end(way, here, "dram", budget, tcp(HERE))
+            ends[way] = consumer_end(way, here, "dram", budget, tcp(HERE), maps=False)
         cell = strategies._Cell(scatter, case, "dram", ready, here, ends)
         for way in WAYS:
             cell._load(way)
@@ -150,7 +150,7 @@ def between_transports(said: argparse.Namespace) -> None:
 def arms(names: str, staging_bytes: int) -> tuple[Arm, ...]:
     known = {"kvferry": ARMS["kvferry"]}
     for name, ways in STRATEGIES.items():
-        definition = {"like": "kvferry", "settings": {"strategies": ways, "staging_bytes": staging_bytes}}
+        definition = {"like": "kvferry", "settings": {"strategies": ways, "staging_bytes": staging_bytes, "map_rings": False}}
         known[name] = defined(f"{name}={msgspec.json.encode(definition).decode()}")
     return chosen(names, known)
 

@@ -152,6 +152,15 @@ def test_a_thread_that_copies_itself_waits_for_no_wire_meanwhile() -> None:
     assert cost.staged_s(load, ONE, 250) >= cost.staged_s(load, ONE, 1000)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_out_of_a_mapped_ring_only_a_devices_bytes_cross_the_transports_path(beside: bool) -> None:
+    load = Through(bytes=1000, staged=1000, gathered=10, scattered=10)
+    rates = replace(ONE, scattering=replace(ONE.scattering, beside=beside))
+    slower = replace(rates, wire=replace(rates.wire, byte_s=7))
+    more = cost.packed_s(load, slower, 1000, 8, mapped=True) - cost.packed_s(load, rates, 1000, 8, mapped=True)
+    assert more == (6 * 1000 if beside else 0)
+
+
 def chosen(model: str, prefill: str, decode: str, path: str, tokens: int = 4000) -> str:
     from kvferry.cli.plan import Shown
 

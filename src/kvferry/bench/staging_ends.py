@@ -104,12 +104,14 @@ class End:
         self.transport.close()
 
 
-def consumer_end(way: str, held: Held, kind: MemoryKind, budget: int, ucx: Mapping[str, str] | None = None) -> End:
-    """An end that reads one way alone, or one that would choose."""
+def consumer_end(
+    way: str, held: Held, kind: MemoryKind, budget: int, ucx: Mapping[str, str] | None = None, maps: bool = True
+) -> End:
+    """An end that reads one way alone, or one that would choose. `maps`: a ring that it can map; else over the transport."""
     host, mover = movers(held, kind)
     staging = staging_of(kind, budget, way == "packed (host)", "landing")
     wire = NixlTransport(f"decode {way}", NixlOptions(progress_thread=False, ucx=ucx or {}))
-    inner = Scattered(wire, staging, mover, Settings(_WAYS[way]))
+    inner = Scattered(wire, staging, mover, Settings(_WAYS[way], maps=maps))
     if way == "mapped":
         found = [host] if host is mover else [host, mover]
         out = Strategies(inner, Mapped(found))

@@ -179,12 +179,13 @@ def copied(copying: Copying, runs: int, moved: int) -> float:
 
 def packed_s(load: Through, rates: Rates, piece: int, slots: int, mapped: bool = False) -> float:
     """The slowest of the three stages is what every further piece takes. A ring that is smaller than the load is waited for
-    once each time around. Out of a ring that is `mapped` the copies cross the path, and are no faster than it is."""
+    once each time around. Out of a ring that is `mapped` a device's copies cross the path, and are no faster than it is; host
+    memory's cross none, whatever the transport's is."""
     pieces = max(1, -(-load.staged // piece))
     share = 1 / pieces
     wire, gathering, scattering = rates.wire, rates.gathering, rates.scattering
     carried_s = PACKED_ROUNDS * wire.round_s + wire.descriptor_s + share * load.staged * wire.byte_s
-    byte_s = max(scattering.byte_s, wire.byte_s) if mapped else scattering.byte_s
+    byte_s = max(scattering.byte_s, wire.byte_s) if mapped and scattering.beside else scattering.byte_s
     stages = (
         copied(gathering, 0, 0) + share * (load.gathered * gathering.run_s + load.bytes * gathering.byte_s),
         MAPPED_ROUNDS * wire.round_s if mapped else carried_s,
