@@ -4,8 +4,9 @@
     unshare -Urnm python benchmarks/two_namespaces.py --engines [--tokens 2049] [--repeats 7] [--json FILE]
 
 A pair of virtual interfaces joins this process's namespace with one of the producer's own; `tc` limits what goes through. Needs
-no privileges where user namespaces are allowed. The namespaces stand for machines: no memory of one is mapped in the other. Bytes
-move between two transports, or with --engines between two vLLM servers, which need vLLM in the Python that runs this; `kvferry bench serve --starts 0 --add FILE` shows what was measured of them.
+no privileges where user namespaces are allowed. The namespaces stand for machines: no memory of one is mapped in the other.
+Bytes move between two transports, or with --engines between two vLLM servers, which need vLLM in the Python that runs this;
+`kvferry bench serve --starts 0 --add FILE` shows what was measured of them.
 """
 
 from __future__ import annotations
