@@ -4,9 +4,9 @@
     unshare -Urnm python benchmarks/two_namespaces.py --engines [--tokens 2049] [--repeats 7] [--json FILE]
 
 A pair of virtual interfaces joins this process's namespace with one of the producer's own; `tc` limits what goes through. Needs
-no privileges where user namespaces are allowed. The namespaces stand for machines: no memory of one is mapped in the other.
-Bytes move between two transports, or with --engines between two vLLM servers, which need vLLM in the Python that runs this;
-`kvferry bench serve --starts 0 --add FILE` shows what was measured of them.
+no privileges where user namespaces are allowed. The namespaces stand for machines: no memory of one is mapped in the other,
+unless it is asked for. Bytes move between two transports, or with --engines between two vLLM servers, which need vLLM in the
+Python that runs this; `kvferry bench serve --starts 0 --add FILE` shows what was measured of them.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ def joined(rate: str, there: Callable[[Connection], None]) -> Iterator[Child]:
         found.send(b"")
 
 
-def measured(held: Holder, scatter: Scatter, tokens: int, repeats: int, budget: int) -> dict[str, float]:
+def measured(held: Holder, scatter: Scatter, tokens: int, repeats: int, budget: int, maps: bool) -> dict[str, float]:
     case = scatter.case(tokens)
     ready = held.hold(Ask(scatter.name, scatter.layers, tokens, "dram", budget, tcp(THERE)))
     here = memory_of(size_of(case.consumers[0]), "dram", shared=False)
     ends: dict[str, End] = {}
     try:
         for way in WAYS:
-            ends[way] = consumer_end(way, here, "dram", budget, tcp(HERE), maps=False)
+            ends[way] = consumer_end(way, here, "dram", budget, tcp(HERE), maps)
         cell = strategies._Cell(scatter, case, "dram", ready, here, ends)
         for way in WAYS:
             cell._load(way)
@@ -139,7 +139,7 @@ def between_transports(said: argparse.Namespace) -> None:
     with joined(said.rate, hold_elsewhere) as found:
         held = Holder(found)
         scatters = [scatter for scatter in SCATTERS if scatter.name in CHOSEN]
-        seconds = {s.name: measured(held, s, said.tokens, said.repeats, said.staging_bytes) for s in scatters}
+        seconds = {s.name: measured(held, s, said.tokens, said.repeats, said.staging_bytes, said.mapped) for s in scatters}
     scattered, consecutive = seconds["scattered blocks"], min(seconds["consecutive blocks"].values())
     for way in WAYS:
         print(f"scattered, {way}: {scattered[way] / consecutive:.2f} × consecutive at its best")
@@ -242,6 +242,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--model", default="small-llama", help="what they serve: a shape of `kvferry bench serve`, or a folder")
     out.add_argument("--starts", type=int, default=1, help="how often engines of each kind are started")
     out.add_argument("--staging-bytes", type=int, default=BUDGET)
+    out.add_argument("--mapped", action="store_true", help="between transports, rings are mapped: containers of one machine")
     out.add_argument("--json", type=Path)
     out.add_argument("--logs", type=Path, help="keep the engines' logs in this folder")
     return out

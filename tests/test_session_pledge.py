@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 import oracle
 from ferrying import manifests_of
 from kvferry.errors import BindError
 from kvferry.plan import Binder, make_plans
 from kvferry.session import Lease, Load, PeerKey, Release
+from kvferry.session.words import WORD, board_of
 from session_dock import PATIENCE_S, Dock, case, dock
 from test_bind_whole import as_engines_have_it, said
 from test_session_ferry import ENOUGH, _Slow, errors, nothing_left
@@ -215,6 +217,22 @@ def test_nothing_is_pledged_of_a_producer_that_is_gone():
     for berth in made.berths:
         for memory in berth.memories:
             memory.disown()
+    assert pledged(made, load) is None
+
+
+def test_nothing_is_pledged_by_words_that_do_not_lie_behind_each_other():
+    made, _ = docked()
+    (berth,) = made.berths
+    words = berth.words.manifest
+    assert board_of(words) == words.regions[0]
+    apart = structs.replace(words.layers[0].parts[0], block_stride=2 * WORD)
+    apart = structs.replace(words, layers=(structs.replace(words.layers[0], parts=(apart,)),))
+    assert board_of(apart) is None
+    (ferry,) = made.ferries
+    link = ferry._links.peers[made.peer].link
+    load = made.load(made.lease("r"), "r", in_step=True)
+    assert ferry._links.stands(link, load.lease)
+    link.boards = (board_of(apart),)
     assert pledged(made, load) is None
 
 

@@ -381,7 +381,7 @@ def test_who_takes_connections_and_says_nothing_is_told_from_a_producer_that_is_
         ask(dead[0], HELLO, None, PATIENCE_S)
 
 
-def test_a_connection_that_does_not_come_about_is_made_anew(listener, monkeypatch):
+def test_a_connection_whose_handshake_does_not_end_is_made_anew(listener, monkeypatch):
     """The first one after the probe hears the greeting and then nothing more."""
     monkeypatch.setattr(wire, "_HANDSHAKE_MS", 300)
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -400,7 +400,7 @@ def test_a_connection_that_does_not_come_about_is_made_anew(listener, monkeypatc
 
         threading.Thread(target=stall_the_second, daemon=True).start()
         assert ask(f"127.0.0.1:{between.getsockname()[1]}", HELLO, None, PATIENCE_S) == welcome()
-        assert len(taken) == 6
+        assert len(taken) >= 6
         for end in taken:
             end.close()
 

@@ -328,7 +328,7 @@ def found_of(row: Row) -> str:
         f"{row.requests} prompts: {text} and first log-probabilities the same (off by {row.apart:.1g}{allowed})",
         *([f"all candidates {row.times_apart:.2g} times as far as these two are apart"] if row.times_apart else []),
         f"{tokens:,} tokens loaded" + (f", {held:,} held already" if held else ""),
-        *([f"{in_step} prompts in the step that computed them"] if in_step else []),
+        *([f"{in_step} of {row.requests} in the step that computed them"] if in_step else []),
         f"{row.counts['bytes_moved']:,} bytes as foretold",
     ]
     found += [f"{times:.2f} x the attention bytes of a prompt of {length} tokens" for length, times in row.times_useful.items()]

@@ -127,15 +127,18 @@ def stands_as_read(links: Any, link: Any, lease: Any) -> bool:
     from kvferry.session.words import tiles_of_words
     from kvferry.transport import State
 
-    landed = []
     for first, prepared in link.words:
         landing = links._landings.popleft()
-        read = links._transport.read(prepared, tiles_of_words(first, [lease.slot], [landing]))
-        while links._transport.poll(read) is State.RUNNING or not links._transport.release(read):
-            pass
-        landed.append(links._words.landed(landing))
-        links._landings.append(landing)
-    return all(word == lease.generation for word in landed)
+        try:
+            links._words.wipe(landing)
+            read = links._transport.read(prepared, tiles_of_words(first, [lease.slot], [landing]))
+            while links._transport.poll(read) is State.RUNNING or not links._transport.release(read):
+                pass
+            if links._words.landed(landing) != lease.generation:
+                return False
+        finally:
+            links._landings.append(landing)
+    return True
 
 
 def _compute_last_tokens_apart() -> None:

@@ -62,13 +62,13 @@ class Outcome:
 @dataclass(eq=False)
 class Link:
     """A connection to those ranks of a producer that this one reads: what reads their data and their words, by source of the
-    plan; with words the tile of the first, and `boards`, where they lie. `anywhere`: any thread may read over it. `lost` says
-    why it is no longer used."""
+    plan; with words the tile of the first, and `boards`, where they lie if behind each other. `anywhere`: any
+    thread may read over it. `lost` says why it is no longer used."""
 
     names: tuple[str, ...]
     data: tuple[Prepared, ...]
     words: tuple[tuple[Mapping[tuple[int, int], Tiles], Prepared], ...]
-    boards: tuple[Region, ...]
+    boards: tuple[Region | None, ...]
     anywhere: bool
     lost: str = ""
 

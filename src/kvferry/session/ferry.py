@@ -213,15 +213,13 @@ class Ferry:
         if not self._passage.under_way or not self._turn.acquire(blocking=False):
             return False
         try:
-            lent, under_way = (
-                [crossing for crossing in self._passage.under_way if is_lent(crossing)],
-                len(self._passage.under_way),
-            )
+            before = len(self._passage.under_way)
+            lent = [crossing for crossing in self._passage.under_way if is_lent(crossing)]
             self._passage.check_together(lent)
             for crossing in lent:
                 self._passage.move_on(crossing)
                 self._call_for_help(crossing)
-            return under_way - len(self._passage.under_way) < len(lent)
+            return before - len(self._passage.under_way) < len(lent)
         finally:
             self._turn.release()
 

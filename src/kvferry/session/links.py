@@ -7,7 +7,6 @@ that was lost is never used again; the next load has a new one, once nothing of 
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -19,7 +18,7 @@ from kvferry.session.consumer import PeerKey
 from kvferry.session.crossing import Crossing, Link, Peer, Warming, is_one_start
 from kvferry.session.meeting import Meeting
 from kvferry.session.reference import Lease
-from kvferry.session.words import DEAD, WORD, Words, tiles_of_words
+from kvferry.session.words import DEAD, WORD, Words, board_of, tiles_of_words, word_in
 from kvferry.transport import Prepared, State, Transport
 from kvferry.transport.contract import Peeks
 
@@ -84,9 +83,11 @@ class Links:
         words = [self._word(name, board, lease.slot) for name, board in zip(link.names, link.boards, strict=True)]
         return all(word == lease.generation for word in words)
 
-    def _word(self, name: str, board: Region, slot: int) -> int:
-        seen = self._transport.peek(name, board, slot * WORD, WORD) if isinstance(self._transport, Peeks) else None
-        return DEAD if seen is None else int.from_bytes(seen, sys.byteorder, signed=True)
+    def _word(self, name: str, board: Region | None, slot: int) -> int:
+        if board is None or not isinstance(self._transport, Peeks):
+            return DEAD
+        seen = self._transport.peek(name, board, slot * WORD, WORD)
+        return DEAD if seen is None else word_in(seen)
 
     def lingers(self, key: PeerKey, crossings: Sequence[Crossing]) -> bool:
         """Whether something of a broken connection to the same start of a producer is still under way."""
@@ -113,7 +114,7 @@ class Links:
             self._drop(set(names) - {name for other in self.peers.values() if other.link for name in other.link.names})
             raise
         anywhere = all(prepared.anywhere for prepared in (*data, *(prepared for _, prepared in words)))
-        boards = tuple(cards[source.identity].words.regions[0] for source in plan.sources)
+        boards = tuple(board_of(cards[source.identity].words) for source in plan.sources)
         return Link(tuple(names), tuple(data), tuple(words), boards, anywhere)
 
     def _warm_up(self, peer: Peer) -> None:

@@ -24,7 +24,7 @@ _TICK_MS: Final = 100
 _LINGER_MS: Final = 500
 _RECONNECT_MS: Final = 5000
 _HANDSHAKE_MS: Final = 3000
-"""After this a connection that has not come about is made anew; ZeroMQ alone would wait longer than anybody here does."""
+"""After this a connection whose handshake has not ended is made anew; ZeroMQ alone would wait longer than anybody here does."""
 _REACH_S: Final = 4.0
 """For a listener to be reached and to say its first byte, which ZeroMQ does at once, however busy the engine is."""
 _SIGNATURE: Final = b"\xff"

@@ -198,9 +198,12 @@ class Mapped:
         return _mapped(region, self._known(name).windows, name)
 
     def peek(self, name: str, region: Region, offset: int, length: int) -> bytes:
-        """A few bytes of a peer's host memory, as they are now; raises PeerGoneError where it has died."""
-        if not self._known(name).alive:
+        """A few bytes of a peer's host memory, as they are now; raises PeerGoneError where it has died. One that has not may be
+        read for a while (TRUST_S)."""
+        peer, now = self._known(name), self._clock()
+        if not peer.alive:
             raise PeerGoneError(name)
+        peer.lived = now
         if region.memory != "dram" or not 0 <= offset <= offset + length <= region.length:
             raise TransportError(f"peer {name}: bytes [{offset}, {offset + length}) of region {region.name} cannot be seen")
         return ctypes.string_at(self.where(name, region) + offset, length)

@@ -122,7 +122,8 @@ class Peeks(Protocol):
     """A transport to which some memory of its peers is as near as its own."""
 
     def peek(self, peer: str, region: Region, offset: int, length: int) -> bytes | None:
-        """A few bytes of a connected peer's region as they are now; None where they must be read to be seen."""
+        """A few bytes of a connected peer's region as they are now; None where they must be read to be seen. Raises
+        TransportError where the peer is gone."""
         ...
 
 

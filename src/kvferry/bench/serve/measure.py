@@ -133,7 +133,8 @@ class Measuring:
     async def _in_turn(self) -> None:
         if FIRST in self._rows:
             await self._phase(FIRST, self._first())
-        await self._phase("wake", self._wake())
+        if set(self._rows) - {FIRST}:
+            await self._phase("wake", self._wake())
         if CONSECUTIVE in self._rows:
             await self._phase(CONSECUTIVE, self._lengths(CONSECUTIVE))
         if IN_TURNS in self._rows:
