@@ -251,6 +251,19 @@ def test_a_listener_without_a_key_does_not_answer_who_has_one(listener, tmp_path
         ask(at(listener), HELLO, key_in(tmp_path, "one"), SHORT_S)
 
 
+def test_who_refuses_the_handshake_before_it_is_asked_is_not_waited_for(listener, tmp_path, monkeypatch):
+    dial = wire.dial
+
+    def dial_and_wait(*arguments: Any) -> Any:
+        end = dial(*arguments)
+        until(lambda: not end.poll(0, zmq.POLLOUT), "a refused handshake")
+        return end
+
+    monkeypatch.setattr(wire, "dial", dial_and_wait)
+    with pytest.raises(SessionError, match="refuses the connection; has it another key, or none"):
+        ask(at(listener), HELLO, key_in(tmp_path, "one"), PATIENCE_S)
+
+
 def test_words_from_who_holds_no_key_are_not_heard(closing, tmp_path):
     key = key_in(tmp_path, "one")
     made = closing(Listener("127.0.0.1:0", key))

@@ -166,7 +166,7 @@ def release(reference: Reference, key: Key | None) -> None:
     context = zmq.Context()
     try:
         end = dial(context, find(reference.address, key, PATIENCE_S), key, 1 << 13, {})
-        end.send(pack(Release(reference.incarnation, reference.lease, "kvferry-check", "canary")))
+        end.send(pack(Release(reference.incarnation, reference.lease, "kvferry-check", "canary")), zmq.NOBLOCK)
     except (zmq.ZMQError, SessionError):
         pass
     finally:

@@ -117,19 +117,22 @@ def seek(
 def _exchange(
     address: str, number: Number, message: Hello | Seek, key: Key | None, timeout_s: float, stop: threading.Event | None
 ) -> Welcome | Found:
-    """Of a reply only the last frame is kept, so that a long one costs no more than it may."""
+    """Of a reply only the last frame is kept, so that a long one costs no more than it may. A socket whose handshake was
+    refused has nobody to send to, and would wait for one."""
+    hint = "has it another key, or none?" if key else "does it want a key (key_file)?"
     context = zmq.Context()
     try:
         end = dial(context, number, key, MAX_WELCOME, {zmq.CONFLATE: 1})
-        end.send(pack(message))
+        end.send(pack(message), zmq.NOBLOCK)
         deadline = time.monotonic() + timeout_s
         while not end.poll(_TICK_MS):
             if stop is not None and stop.is_set():
                 raise SessionError(f"{address} has not answered, and this engine is closing")
             if time.monotonic() >= deadline:
-                hint = "has it another key, or none?" if key else "does it want a key (key_file)?"
                 raise SilentError(f"{address} does not answer within {timeout_s:g} s; {hint}")
         reply = unpack_reply(end.recv())
+    except zmq.Again:
+        raise SilentError(f"{address} refuses the connection; {hint}") from None
     except zmq.ZMQError as error:
         raise SessionError(f"{address}: {error}") from None
     finally:
