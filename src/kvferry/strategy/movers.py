@@ -195,16 +195,18 @@ def _copy(src: Ints, dst: Ints, size: int, unit: int) -> None:
             ctypes.memmove(target, source, size)
         return
     kind: np.dtype[Any] = _NUMBERS.get(size, np.dtype((np.void, size)))
-    ours, here = _elements(dst, kind, unit)
     if _close(src, size):
+        ours, here = _elements(dst, kind, unit)
         ours[here] = _rows(int(src[0]), len(src), kind)
         return
-    low = int(src.min())
-    row, beyond = np.divmod(src - low, size)
-    if _close(dst, size) and unit % kind.alignment == 0 and not beyond.any():
-        _rows(low, int(row.max()) + 1, kind).take(row, out=_rows(int(dst[0]), len(dst), kind), mode="clip")
-        return
-    theirs, there = _elements(src, kind, unit)
+    if unit % kind.alignment == 0 and _close(dst, size):
+        low = int(src.min())
+        above = src - low
+        row = above // size
+        if (row * size == above).all():
+            _rows(low, int(row.max()) + 1, kind).take(row, out=_rows(int(dst[0]), len(dst), kind), mode="clip")
+            return
+    (theirs, there), (ours, here) = _elements(src, kind, unit), _elements(dst, kind, unit)
     step = _AT_ONCE // size
     for at in range(0, len(src), step):
         few = slice(at, at + step)
