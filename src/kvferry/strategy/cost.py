@@ -71,8 +71,8 @@ WIRES: Final[Mapping[str, Wire]] = {
     "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2e-3),
 }
 """What a path usually costs, where nothing was measured. An answer is never measured: the producer's thread looks every 1.5 ms
-and the consumer's every 0.3 ms, half of which is waited for on average; what each waits for Python's lock is not foretold. NVLink,
-PCIe and NIC are what vendors and others report: nobody has measured them here."""
+and the consumer's every 0.3 ms, half of which is waited for on average; what either waits for Python's lock is not
+foretold. NVLink, PCIe and NIC are what vendors and others report: nobody has measured them here."""
 
 
 WORTH: Final = 1.1
