@@ -28,9 +28,10 @@ from kvferry.bench.machine import Machine
 from kvferry.bench.plot import svg
 from kvferry.bench.serve import client, report, result, scatter, stats, trace
 from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, STOCK_STATES, chosen, defined, turns
+from kvferry.bench.serve.asking import Side, too_many
 from kvferry.bench.serve.client import Prompt
 from kvferry.bench.serve.engine import Engine, Place
-from kvferry.bench.serve.measure import Measuring, Side
+from kvferry.bench.serve.measure import Measuring
 from kvferry.bench.serve.models import SHAPES, model
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.runner import Order, left
@@ -39,6 +40,7 @@ from kvferry.bench.serve.trace import Span
 from kvferry.cli import app
 from kvferry.errors import BenchError
 from kvferry.fleet import steps
+from kvferry.fleet.blocks import Pool
 from kvferry.fleet.connectors import OURS, STOCK
 from kvferry.fleet.device import Device, environment
 from kvferry.fleet.metrics import samples
@@ -383,6 +385,26 @@ def test_a_row_counts_where_all_was_moved_and_blocks_lay_as_wanted(order, runs, 
     said = measuring._void(row, found)
     assert void in said
     assert bool(said) == bool(void)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "groups", "tables", "said"),
+    [
+        (509, (32,), None, "48 prompts of 2,001 tokens at once need 3,024 blocks, and there are 508: make --kv-cache"),
+        (3024, (32,), None, "and there are 3,023"),
+        (3025, (32,), None, ""),
+        (3025, (32, 32), None, "need 6,048 blocks"),
+        (3025, (32, 32), [range(1, 64), [*[0] * 58, *range(64, 69)]], "need 3,264 blocks, and there are 3,024"),
+        (3265, (32, 32), [range(1, 64), [*[0] * 58, *range(64, 69)]], ""),
+        (3073, (32, 8192), [range(1, 64), [64]], ""),
+        (3025, (32,), [range(1, 65)], ""),
+    ],
+    ids=["far", "by one", "exactly", "two groups at most", "a window", "a window fits", "states", "a block behind the prompt"],
+)
+def test_prompts_at_once_are_refused_where_the_blocks_that_they_keep_do_not_fit(blocks, groups, tables, said):
+    told = too_many(Pool(blocks, blocks - 1, 0, groups, (), ()), 48, 2001, tables)
+    assert re.search(said, told)
+    assert bool(told) == bool(said)
 
 
 def test_a_figure_without_samples_is_not_shown():

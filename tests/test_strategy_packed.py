@@ -21,9 +21,10 @@ from kvferry.plan import Binder, Fleet, Plan, Request, Tiles, make_plans
 from kvferry.session import Words
 from kvferry.session.reference import Lease
 from kvferry.strategy import HostMover, cost
+from kvferry.strategy.asking import AGAIN_S
 from kvferry.strategy.cost import Way, usual
+from kvferry.strategy.flights import DetouredRead
 from kvferry.strategy.gathering import AWAKE_S, MARK, SLOT_S, Ask, Asks, Free, Introduction, pack
-from kvferry.strategy.landing import AGAIN_S, DetouredRead
 from kvferry.strategy.movers import Over, Ticket
 from kvferry.strategy.moves import Bound
 from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings

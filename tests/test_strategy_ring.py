@@ -18,8 +18,8 @@ from kvferry.engines.vllm.quay import staging_around
 from kvferry.errors import TransportError
 from kvferry.plan import Binder
 from kvferry.strategy import SharedBytes, cost
+from kvferry.strategy.flights import DetouredRead
 from kvferry.strategy.gathering import SLOT_S
-from kvferry.strategy.landing import DetouredRead
 from kvferry.strategy.mapped import LOOK_S
 from kvferry.strategy.shared import FOLDER
 from kvferry.strategy.staging import LEAST, PAGE, Offer, host_staging

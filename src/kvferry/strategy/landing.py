@@ -18,36 +18,29 @@ has let go of it. What is copied out of a mapped slot holds its read until that 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
-from kvferry.plan.detour import Detour, Key, Piece, Pieces, tiles_here, tiles_there
-from kvferry.strategy.gathering import Ask, Asks, Free, Introduction, pack
+from kvferry.plan.detour import Key, Pieces, tiles_here, tiles_there
+from kvferry.strategy.asking import Asking
+from kvferry.strategy.flights import Detoured, DetouredRead, Flight, Stage
 from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead
-from kvferry.strategy.movers import Mover, Ticket
+from kvferry.strategy.movers import Mover
 from kvferry.strategy.moves import Moves, joined
 from kvferry.strategy.sources import Source, Sources
 from kvferry.strategy.staging import Boards, Cut, Offer, Slots, Staging, pages
 from kvferry.strategy.turns import turn
-from kvferry.transport.contract import Prepared, Read, State, Storage, Telemetry, Transport
+from kvferry.transport.contract import Read, State, Storage, Telemetry, Transport
 
 logger = logging.getLogger("kvferry.strategy")
 
-Way = Literal["packed", "staged"]
-
 TIMEOUT_S: Final = 30.0
-AGAIN_S: Final = 2.0
-"""After so long without an answer a producer is told once more what to gather, and by which plan: it may have forgotten it."""
-_TRIES: Final = 4
 _LIVELY_S: Final = 0.02
 _SEVERAL: Final = 4
 
@@ -55,82 +48,6 @@ _SEVERAL: Final = 4
 def piece_bytes(staged: int, most: int, cut: Cut) -> int:
     """How long the pieces of a load are: so that a few follow each other, since they overlap. A slot holds `most`."""
     return min(most, max(cut.shortest, -(-staged // _SEVERAL)))
-
-
-class _Stage(Enum):
-    ASKED = "asked"
-    READING = "reading"
-    CHECKING = "checking"
-    SCATTERING = "scattering"
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A piece under way in one slot here and, if it is packed, in slot `there` of the producer. A `read` may be of several.
-    `mapped`: what is copied out of the producer's slot as it is mapped here."""
-
-    piece: Piece
-    slot: int
-    stage: _Stage
-    ticket: int = 0
-    ask: Ask | None = None
-    asked_at: float = 0.0
-    tries: int = 1
-    there: int = -1
-    read: Read | None = None
-    after: int = 0
-    copies: Ticket | None = None
-    mapped: MappedRead | None = None
-    size: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Detoured:
-    """One way of a plan through staging. `wire` is what the transport prepared of a staged one, `plan` and `digest` are what a
-    packed one is asked by; `mapped`: how it is copied out of a ring that is mapped here."""
-
-    way: Way
-    peer: str
-    detour: Detour
-    moves: Moves
-    held: Any
-    wire: Prepared | None = None
-    source: Source | None = None
-    plan: bytes = b""
-    digest: bytes = b""
-    mapped: MappedPrepared | None = None
-
-
-@dataclass(eq=False)
-class DetouredRead:
-    """`left`: bytes of staging that pieces will take which have not begun. `polled`: when it was last looked at, counted in
-    calls of `poll`."""
-
-    detoured: Detoured
-    tiles: Mapping[Key, Tiles]
-    pieces: Pieces
-    began: float
-    moved_at: float
-    room: int
-    left: int
-    notification: bytes = b""
-    flights: list[_Flight] = field(default_factory=list)
-    ended: float = 0.0
-    moved: int = 0
-    size: int = 0
-    runs: int = 0
-    polled: int = 0
-    posting_s: float = 0.0
-    state: State = State.RUNNING
-    error: str = ""
-
-    @property
-    def peer(self) -> str:
-        return self.detoured.peer
-
-    def fail(self, reason: str) -> None:
-        if self.state is State.RUNNING:
-            self.state, self.error = State.FAILED, f"peer {self.peer}: {self.detoured.way}: {reason}"
 
 
 class Landing:
@@ -152,11 +69,10 @@ class Landing:
         self.sources = Sources(wire, staging, boards, rings)
         self._slots = Slots(staging.sizes.landing)
         self._limbo: list[tuple[Read, int]] = []
-        self._freed: dict[Source, list[int]] = {}
         self._running: dict[DetouredRead, None] = {}
         self._waiting: dict[DetouredRead, None] = {}
         self._polls = 0
-        self._asking: list[tuple[DetouredRead, Source, Ask]] = []
+        self._asking = Asking(wire, clock)
         self._moved_at = clock()
 
     @property
@@ -207,7 +123,7 @@ class Landing:
 
     def leave(self, source: Source) -> None:
         """Nothing more is read of a producer, nor is it told what is free."""
-        self._freed.pop(source, None)
+        self._asking.leave(source)
         self.sources.leave(source)
         self.tidy()
 
@@ -235,10 +151,7 @@ class Landing:
         return moves, self._mover.prepare(moves)
 
     def introduce(self, detoured: Detoured) -> None:
-        source = detoured.source
-        if source is not None and detoured.digest not in source.introduced:
-            self._wire.notify(source.peer, pack(Introduction(source.offer.secret, detoured.plan)))
-            source.introduced.add(detoured.digest)
+        self._asking.introduce(detoured)
 
     def read(self, detoured: Detoured, tiles: Mapping[Key, Tiles], notification: bytes) -> DetouredRead:
         now = self._clock()
@@ -284,7 +197,7 @@ class Landing:
         self._moved_at = max(self._moved_at, read.moved_at)
         since = read.moved_at if read.flights else self._moved_at
         if read.state is State.RUNNING and self._clock() - since > self._timeout_s:
-            waiting = sum(flight.stage is _Stage.ASKED for flight in read.flights)
+            waiting = sum(flight.stage is Stage.ASKED for flight in read.flights)
             what = f"it has not gathered {waiting} pieces that it was asked for" if waiting else "nothing arrived"
             read.fail(f"{what} for {self._timeout_s:g} s: it is stopped, overloaded or unreachable")
         self._see_off(read)
@@ -308,17 +221,15 @@ class Landing:
                 self._fetch(read, source)
             self._embark()
             if source is not None:
-                urgent = any(flight.stage is _Stage.CHECKING for flight in read.flights)
-                asked = any(flight.stage is _Stage.ASKED for flight in read.flights)
-                if self._freed:
-                    self._free_there()
+                urgent = any(flight.stage is Stage.CHECKING for flight in read.flights)
+                asked = any(flight.stage is Stage.ASKED for flight in read.flights)
+                self._asking.tell_freed()
                 if self.sources.look(source, urgent or (asked and not looked)):
                     looked = looked or not urgent
                     continue
             if before == (read.moved_at, len(read.flights), [flight.stage for flight in read.flights]):
                 break
-        if self._freed:
-            self._free_there()
+        self._asking.tell_freed()
         if read.pieces.over and not read.flights and read.state is State.RUNNING:
             read.ended = self._clock()
             if read.moved == read.size:
@@ -330,19 +241,8 @@ class Landing:
         """Begin pieces while there are slots to land in, of whichever read it is the turn of; what a producer is asked for, by
         one message."""
         self._begin_pieces()
-        asking, self._asking = self._asking, []
-        several: dict[tuple[Source, bytes], list[tuple[DetouredRead, Ask]]] = {}
-        for read, source, ask in (one for one in asking if one[0].state is State.RUNNING):
-            several.setdefault((source, ask.plan), []).append((read, ask))
-        for (source, plan), found in several.items():
-            asks = [ask for _, ask in found]
-            pieces = tuple((ask.ticket, ask.shares) for ask in asks)
-            try:
-                self._wire.notify(source.peer, pack(asks[0] if len(asks) == 1 else Asks(source.offer.secret, plan, pieces)))
-            except TransportError as error:
-                for read, _ in found:
-                    read.fail(str(error))
-                    self._see_off(read)
+        for read in self._asking.say():
+            self._see_off(read)
 
     def _begin_pieces(self) -> None:
         for slots in {id(found): found for found in map(self._slots_of, self._waiting)}.values():
@@ -378,33 +278,21 @@ class Landing:
             if detoured.wire is None:
                 raise TransportError(f"peer {read.peer}: {detoured.way} was not prepared")
             piece = read.pieces.take(slot * self.staging.slot, read.room)
-            flight = _Flight(piece, slot, _Stage.READING)
+            flight = Flight(piece, slot, Stage.READING)
             flight.read = self._wire.read(detoured.wire, tiles_there(piece, detoured.detour.parts, read.tiles))
         else:
             piece = read.pieces.take(0, read.room)
-            flight = _Flight(piece, slot, _Stage.ASKED)
-            self._asking.append((read, detoured.source, self._ask(read, flight, detoured.source)))
+            flight = Flight(piece, slot, Stage.ASKED)
+            self._asking.ask(read, flight, detoured.source)
         read.flights.append(flight)
         read.left -= piece.stop - piece.start
         read.moved_at = now
         if read.pieces.over:
             del self._waiting[read]
 
-    def _ask(self, read: DetouredRead, flight: _Flight, source: Source) -> Ask:
-        """What is to be said for a flight, by a ticket that nobody else has."""
-        found = tiles_there(flight.piece, read.detoured.detour.parts, read.tiles)
-        shares = [
-            (share.part, share.block, _numbers(tiles.src_block), _numbers(tiles.src_tile) if tiles.src_tile.any() else b"")
-            for share, tiles in zip(flight.piece.shares, found.values(), strict=True)
-        ]
-        flight.ticket = 1 + secrets.randbelow((1 << 63) - 1)
-        flight.ask = Ask(source.offer.secret, read.detoured.digest, flight.ticket, tuple(shares))
-        flight.asked_at = self._clock()
-        return flight.ask
-
-    def _move(self, read: DetouredRead, flight: _Flight) -> None:
+    def _move(self, read: DetouredRead, flight: Flight) -> None:
         source = read.detoured.source
-        if flight.stage is _Stage.READING and flight.read is not None:
+        if flight.stage is Stage.READING and flight.read is not None:
             wire = flight.read
             together = [other for other in read.flights if other.read is wire]
             if together[0] is not flight:
@@ -419,24 +307,24 @@ class Landing:
                     if source is None:
                         self._scatter(read, other)
                     else:
-                        other.stage, other.after = _Stage.CHECKING, source.begun
-        elif flight.stage is _Stage.CHECKING and source is not None and source.seen > flight.after:
+                        other.stage, other.after = Stage.CHECKING, source.begun
+        elif flight.stage is Stage.CHECKING and source is not None and source.seen > flight.after:
             if source.words[flight.there] != flight.ticket:
-                self._again(read, flight, source, "a slot was given to another while it was read")
+                self._asking.again(read, flight, source, "a slot was given to another while it was read")
                 return
-            self._freed.setdefault(source, []).append(flight.ticket)
+            self._asking.freed(source, flight.ticket)
             if source.berths is None:
                 self._scatter(read, flight)
             else:
                 self._over(read, flight)
-        elif flight.stage is _Stage.SCATTERING and flight.copies is not None and flight.copies.done:
+        elif flight.stage is Stage.SCATTERING and flight.copies is not None and flight.copies.done:
             if flight.mapped is None or source is None:
                 self._over(read, flight)
             elif self._copied(read, flight.mapped):
                 flight.mapped = None
-                flight.stage, flight.after = _Stage.CHECKING, source.begun
+                flight.stage, flight.after = Stage.CHECKING, source.begun
 
-    def _over(self, read: DetouredRead, flight: _Flight) -> None:
+    def _over(self, read: DetouredRead, flight: Flight) -> None:
         """All of a piece is in its places, and nobody can have written to its slot meanwhile."""
         read.moved += flight.copies.moved if flight.copies is not None else 0
         read.moved_at = self._clock()
@@ -464,9 +352,9 @@ class Landing:
         """Begin to read what has been gathered, short pieces by one read: a long one is scattered, and its slot given back,
         while the next is on the wire. What is mapped is copied at once; one piece alone where that was done by this thread, so
         that its slot is given back before the next. Ask once more for what has not been gathered for long."""
-        ready: list[list[_Flight]] = []
+        ready: list[list[Flight]] = []
         held = 0
-        for flight in (it for it in read.flights if it.stage is _Stage.ASKED):
+        for flight in (it for it in read.flights if it.stage is Stage.ASKED):
             at = np.flatnonzero(source.words == flight.ticket)
             if len(at):
                 flight.there = int(at[0])
@@ -475,12 +363,8 @@ class Landing:
                     ready.append([])
                     held = flight.piece.stop
                 ready[-1].append(flight)
-            elif flight.ask is not None and self._clock() - flight.asked_at > AGAIN_S and flight.tries < _TRIES:
-                flight.tries += 1
-                flight.asked_at = self._clock()
-                source.introduced.discard(read.detoured.digest)
-                self.introduce(read.detoured)
-                self._wire.notify(source.peer, pack(flight.ask))
+            else:
+                self._asking.remind(read, flight, source)
         if source.berths is not None:
             for flight in (it for several in ready for it in several):
                 read.moved_at = self._clock()
@@ -493,46 +377,32 @@ class Landing:
             found = joined([pages(source.offer, it.there, own, it.slot, it.piece.stop) for it in several])
             wire = self._wire.read(source.ring, found)
             for flight in several:
-                flight.read, flight.stage = wire, _Stage.READING
+                flight.read, flight.stage = wire, Stage.READING
             read.moved_at = self._clock()
 
-    def _again(self, read: DetouredRead, flight: _Flight, source: Source, reason: str) -> None:
-        if flight.tries >= _TRIES:
-            read.fail(f"{reason}, {flight.tries} times; give the producer more staging_bytes")
-            return
-        flight.tries += 1
-        flight.stage = _Stage.ASKED
-        self._wire.notify(source.peer, pack(self._ask(read, flight, source)))
-
-    def _scatter(self, read: DetouredRead, flight: _Flight) -> None:
+    def _scatter(self, read: DetouredRead, flight: Flight) -> None:
         """Out of the slot; of a packed piece the tables count from the slot's beginning."""
         detoured = read.detoured
         if detoured.mapped is not None and detoured.source is not None and self._rings is not None:
             tiles = tiles_here(flight.piece, detoured.detour.parts, read.tiles)
             flight.mapped = self._rings.read(detoured.mapped, tiles, src_shift=flight.there * detoured.source.offer.slot)
-            flight.copies, flight.stage = flight.mapped.ticket, _Stage.SCATTERING
+            flight.copies, flight.stage = flight.mapped.ticket, Stage.SCATTERING
             return
         shift = flight.slot * self.staging.slot if detoured.source is not None else 0
         bound = detoured.moves.bind(tiles_here(flight.piece, detoured.detour.parts, read.tiles), src_shift=shift)
-        flight.copies, flight.stage = self._mover.start(detoured.held, bound), _Stage.SCATTERING
-
-    def _free_there(self) -> None:
-        """Best effort: what a producer is not told of, it takes back when its time is up."""
-        freed, self._freed = self._freed, {}
-        for source, tickets in freed.items():
-            self._wire.notify(source.peer, pack(Free(source.offer.secret, tuple(tickets))))
+        flight.copies, flight.stage = self._mover.start(detoured.held, bound), Stage.SCATTERING
 
     def _abandon(self, read: DetouredRead) -> None:
         """Give up what is on the wire; its slots are kept apart until nothing can land there."""
         source, slots = read.detoured.source, self._slots_of(read)
         mapped = source is not None and source.berths is not None
-        tickets = [it.ticket for it in read.flights if it.ticket and (mapped or it.stage is not _Stage.SCATTERING)]
+        tickets = [it.ticket for it in read.flights if it.ticket and (mapped or it.stage is not Stage.SCATTERING)]
         for flight in tuple(read.flights):
             if mapped:
                 flight.ticket = 0
             if flight.mapped is not None and self._rings is not None:
                 self._rings.release(flight.mapped)
-            if flight.stage is _Stage.SCATTERING:
+            if flight.stage is Stage.SCATTERING:
                 if flight.copies is None or not flight.copies.done:
                     continue
                 slots.give(flight.slot)
@@ -543,7 +413,7 @@ class Landing:
             read.flights.remove(flight)
         if tickets and source is not None and not source.dropped:
             try:
-                self._wire.notify(source.peer, pack(Free(source.offer.secret, tuple(tickets))))
+                self._asking.free(source, tickets)
             except TransportError:
                 read.error += "; it cannot be told either"
         self.tidy()
@@ -568,7 +438,3 @@ class Landing:
         if read.state is not State.DONE:
             raise TransportError(f"peer {read.peer}: telemetry is of a read that is done; this one is {read.state.value}")
         return Telemetry(read.moved, read.runs, read.posting_s, read.ended - read.began)
-
-
-def _numbers(column: np.ndarray) -> bytes:
-    return column.astype(np.int32, copy=False).tobytes()

@@ -28,8 +28,9 @@ from kvferry.plan.detour import packed, staged
 from kvferry.plan.schema import Side
 from kvferry.strategy import cost
 from kvferry.strategy.cost import Copying, Counter, Rates, Way, Wire
+from kvferry.strategy.flights import Detoured, DetouredRead
 from kvferry.strategy.gathering import MARK, SLOT_S, Gathering, digest_of
-from kvferry.strategy.landing import TIMEOUT_S, Detoured, DetouredRead, Landing, piece_bytes
+from kvferry.strategy.landing import TIMEOUT_S, Landing, piece_bytes
 from kvferry.strategy.mapped import Mapped, PeerGoneError, Token
 from kvferry.strategy.movers import HostMover, Mover
 from kvferry.strategy.probing import copying_of, probed

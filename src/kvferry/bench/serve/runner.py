@@ -15,9 +15,10 @@ from time import monotonic
 from typing import Final
 
 from kvferry.bench.serve.arms import Arm, turns
+from kvferry.bench.serve.asking import BESIDE_NEW, BESIDE_TOKENS, Side
 from kvferry.bench.serve.client import UnansweredError
 from kvferry.bench.serve.engine import EAGER, GRAPHS, Engine, Place
-from kvferry.bench.serve.measure import BESIDE_NEW, BESIDE_TOKENS, CONSECUTIVE, IN_TURNS, ROWS, SHUFFLED, Measuring, Side
+from kvferry.bench.serve.measure import CONSECUTIVE, IN_TURNS, ROWS, SHUFFLED, Measuring
 from kvferry.bench.serve.models import Model
 from kvferry.bench.serve.result import Record, Run, Settings
 from kvferry.errors import BenchError

@@ -3,8 +3,8 @@
 Knows vLLM's requests and block ids, never bytes. A request is at most one of two things here:
 
     prefill: see prefills.py
-    decode:  reference checked -> producer met -> blocks allocated -> loading -> over; the lease is released at every way out.
-             Where the reference is of another prompt of the same request, the producer is asked for its own once it is met.
+    decode:  reference checked (see decodes.py) -> producer met -> blocks allocated -> loading -> over; the lease is released at
+             every way out.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
+from kvferry.engines.vllm.decodes import Decode, References, Stage
 from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.haste import Haste, grace_s, looks_ahead, may_hurry, may_pledge
 from kvferry.engines.vllm.identity import fingerprint
@@ -32,11 +31,7 @@ from kvferry.engines.vllm.media import are_named_by_request
 from kvferry.engines.vllm.nearby import rank_nearby
 from kvferry.engines.vllm.options import RETRY_S, Options
 from kvferry.engines.vllm.prefills import Answer, Origin, Prefills
-from kvferry.engines.vllm.prompts import (
-    can_be_handed_over,
-    digest_of,
-    is_told_by_tokens,
-)
+from kvferry.engines.vllm.prompts import digest_of
 from kvferry.engines.vllm.seeking import Seeking, give_back_when_found
 from kvferry.engines.vllm.siblings import family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
@@ -53,7 +48,6 @@ from kvferry.session import (
     Producer,
     Reference,
     Welcome,
-    from_params,
     key_of,
     meet,
 )
@@ -66,36 +60,6 @@ READ_A_STEP = 8
 LINGER_S = 1.0
 """How long a lease is kept for other parts of a request than the one that has loaded. They come one after the other, and the
 first may be over before the last is there."""
-
-
-class Stage(Enum):
-    """WAITING: no blocks yet. LOADING: ranks read. ABANDONED: it ended, and ranks still read. OVER: nothing is loaded for it by
-    this connector, though another one may."""
-
-    WAITING = "waiting"
-    LOADING = "loading"
-    ABANDONED = "abandoned"
-    OVER = "over"
-
-
-@dataclass(slots=True)
-class _Decode:
-    """A request that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
-    `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
-    part of. `in_step`: it is loaded in the step that first computes it, and `pledged` until then if it must not fail there."""
-
-    family: str
-    unread: Mapping[str, Any] | None = None
-    reference: Reference | None = None
-    sibling: Reference | None = None
-    sought: Future[Reference | None] | None = None
-    reason: str = ""
-    stage: Stage = Stage.WAITING
-    in_step: bool = False
-    pledged: float = -math.inf
-    counted: bool = False
-    loaded: int = 0
-    unhashable: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -120,7 +84,6 @@ class SchedulerHalf:
         self._incarnation = secrets.token_hex(8)
         self._groups: Sequence[Any] = kv_cache_config.kv_cache_groups
         self._options, self._clock = options, clock
-        self._longest: int = config.model_config.max_model_len
         self._recompute = transfer.kv_load_failure_policy == "recompute"
         self._key = options.key
         self._secret = self._key.secret if self._key is not None else b""
@@ -140,9 +103,11 @@ class SchedulerHalf:
             self._courier = Courier(hello, self._key, options.greeting_s, self._meet)
         self._closing = threading.Event()
         self._seeking = Seeking(self._key, options.greeting_s, self._closing) if transfer.is_kv_consumer else None
+        longest = config.model_config.max_model_len
+        self._references = References(self._courier, self._seeking, self._secret, longest, self._digests)
         self._evict: Callable[[set[int]], None] | None = None
-        self._decodes: dict[str, _Decode] = {}
-        self._unhashable: dict[str, _Decode] = {}
+        self._decodes: dict[str, Decode] = {}
+        self._unhashable: dict[str, Decode] = {}
         self._unread: dict[str, Any] = {}
         self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
@@ -230,44 +195,18 @@ class SchedulerHalf:
             self._arrive_decode(request, params)
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
-        found = self._decodes[request.request_id] = _Decode(family_of(request.request_id), params)
+        found = self._decodes[request.request_id] = Decode(family_of(request.request_id), params)
         self._families[found.family] += 1
         self._unread[request.request_id] = request
         self._haste.came()
 
-    def _read(self, request: Any, found: _Decode) -> None:
-        """Once, and a few in a step: all that arrive together would hold everybody up. A lease is kept from here on."""
+    def _read(self, request: Any, found: Decode) -> None:
+        """Once, and a few in a step: all that arrive together would hold everybody up."""
         params, found.unread = found.unread, None
         if params is None:
             return
         del self._unread[request.request_id]
-        try:
-            if self._courier is None:
-                raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
-            if "kvferry" not in params:
-                raise BadReferenceError("kv_transfer_params carry no reference of KVFerry; does the producer run it too?")
-            reference = from_params(params["kvferry"], self._secret, self._longest)
-            if not request.abort_immediately:
-                self._check(request, reference)
-        except _AnotherPromptError as error:
-            if can_be_handed_over(request):
-                found.sibling, found.reason = reference, str(error)
-            return
-        except BadReferenceError as error:
-            found.reason = str(error)
-            return
-        found.reference = reference
-        self._courier.hold(request.request_id, reference)
-
-    def _check(self, request: Any, reference: Reference) -> None:
-        """The reference must be of this very prompt, or of its beginning."""
-        tokens = request.prompt_token_ids
-        if tokens is None or not is_told_by_tokens(request):
-            raise BadReferenceError("a prompt of embeddings cannot be compared with what was prefilled")
-        if reference.tokens >= len(tokens):
-            raise _AnotherPromptError(f"the reference covers {reference.tokens} tokens, the prompt has {len(tokens)}")
-        if reference.digest not in self._digests(request, reference.tokens):
-            raise _AnotherPromptError("the reference is of another prompt, adapter, media or salt")
+        self._references.read(request, found, params)
 
     def _digests(self, request: Any, tokens: int) -> Iterator[str]:
         """What the producer may call the prompt: it may have no other name for media than their content."""
@@ -278,38 +217,6 @@ class SchedulerHalf:
     def _digest(self, request: Any, tokens: int) -> str:
         return digest_of(request, tokens, self._media_by_content)
 
-    def _has_own_reference(self, request: Any, decode: _Decode) -> bool:
-        """Whether it is settled what becomes of a request that came with another prompt's reference: the producer that gave it
-        is met, then asked."""
-        sibling = decode.sibling
-        if sibling is None or self._courier is None or self._seeking is None:
-            return True
-        if decode.sought is None:
-            met = self._courier.peer(sibling)
-            if met is not None and not isinstance(met, str):
-                digests = tuple(self._digests(request, len(request.prompt_token_ids) - 1))
-                decode.sought = self._seeking.begin(sibling, digests)
-            elif met is not None:
-                decode.sibling, decode.reason = None, met
-            return decode.sibling is None
-        if not decode.sought.done():
-            return False
-        decode.sibling = None
-        self._take_sought(request, decode, decode.sought)
-        return True
-
-    def _take_sought(self, request: Any, decode: _Decode, sought: Future[Reference | None]) -> None:
-        try:
-            found = sought.result()
-            if found is not None:
-                self._check(request, found)
-        except KVFerryError as error:
-            decode.reason = f"{decode.reason}, and its own is not found: {error}"
-            return
-        if found is not None and self._courier is not None:
-            decode.reference, decode.reason = found, ""
-            self._courier.hold(request.request_id, found)
-
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed` will be loaded; None while the producer is being met."""
         decode = self._decodes.get(request.request_id)
@@ -319,7 +226,7 @@ class SchedulerHalf:
             return None, False
         if decode.unread is not None:
             self._read(request, decode)
-        if decode.sibling is not None and not self._has_own_reference(request, decode):
+        if decode.sibling is not None and not self._references.is_settled(request, decode):
             return None, False
         reference, decode.in_step, decode.pledged = decode.reference, False, -math.inf
         if not decode.reason and reference is not None and self._courier is not None:
@@ -342,14 +249,14 @@ class SchedulerHalf:
             decode.in_step = self._can_undo or (not computed and self._is_pledged(decode, peer, reference))
         return count, not decode.in_step
 
-    def _is_pledged(self, decode: _Decode, peer: PeerKey, reference: Reference) -> bool:
+    def _is_pledged(self, decode: Decode, peer: PeerKey, reference: Reference) -> bool:
         """Whether a load in the next step cannot fail. Only a rank that has its orders with the step's can say so."""
         rank = rank_nearby(self._engine)
         until = rank.pledge(peer, reference) if rank is not None else None
         decode.pledged = -math.inf if until is None else until
         return until is not None
 
-    def _refuse(self, request: Any, decode: _Decode, computed: int) -> tuple[int, bool]:
+    def _refuse(self, request: Any, decode: Decode, computed: int) -> tuple[int, bool]:
         """Recomputed here, or, where vLLM's policy is to fail, reported by the ranks as a load that failed."""
         if not decode.counted:
             decode.counted = True
@@ -384,7 +291,7 @@ class SchedulerHalf:
         self._order(request, decode, decode.reference, block_ids, external)
 
     def _order(
-        self, request: Any, decode: _Decode, reference: Reference, block_ids: Sequence[Sequence[int]], external: int
+        self, request: Any, decode: Decode, reference: Reference, block_ids: Sequence[Sequence[int]], external: int
     ) -> None:
         """A request that is computed in this step can no longer be refused: ranks that do not know its producer fail it."""
         peer = key_of(reference)
@@ -420,14 +327,14 @@ class SchedulerHalf:
         )
         self._haste.took(peer, external, decode.in_step)
 
-    def _over(self, identity: str, decode: _Decode, note: str) -> None:
+    def _over(self, identity: str, decode: Decode, note: str) -> None:
         """Nothing more is loaded; the producer may have its blocks back."""
         decode.stage = Stage.OVER
         if decode.reference is not None and self._courier is not None:
             linger_s = LINGER_S if self._is_part(identity, decode) else 0.0
             self._courier.release(identity, decode.reference, note, linger_s)
 
-    def _is_part(self, identity: str, decode: _Decode) -> bool:
+    def _is_part(self, identity: str, decode: Decode) -> bool:
         """Whether others may come with the same reference: several answers to a prompt, or a prompt that is there twice."""
         return bool(prompt_of(identity)) or decode.sought is not None or self._families[decode.family] > 1
 
@@ -438,7 +345,7 @@ class SchedulerHalf:
         if not self._families[decode.family]:
             del self._families[decode.family]
 
-    def _forget_hashes(self, decode: _Decode) -> None:
+    def _forget_hashes(self, decode: Decode) -> None:
         """vLLM hashes what was loaded when it takes the request up again, at any step from here on."""
         if decode.unhashable and self._evict is not None:
             self._evict(set(decode.unhashable))
@@ -558,7 +465,3 @@ class SchedulerHalf:
             self._courier.close()
         if self._listener is not None:
             self._listener.close()
-
-
-class _AnotherPromptError(BadReferenceError):
-    """A reference is in order, and not of this prompt: its own may be found where that one is."""

@@ -1,0 +1,133 @@
+"""Requests that came with a reference, and how it is found out what each of them is loaded by.
+
+Each of them goes this way:
+
+    unread -> checked against the prompt ────────────────────────────────────────────────────────> lease held
+                 └ of another prompt of the same request -> its producer met -> asked -> checked ──┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from kvferry.engines.vllm.prompts import can_be_handed_over, is_told_by_tokens
+from kvferry.engines.vllm.seeking import Seeking
+from kvferry.errors import BadReferenceError, KVFerryError
+from kvferry.session import Courier, Meeting, Reference, from_params
+
+
+class Stage(Enum):
+    """WAITING: no blocks yet. LOADING: ranks read. ABANDONED: it ended, and ranks still read. OVER: nothing is loaded for it by
+    this connector, though another one may."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    ABANDONED = "abandoned"
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class Decode:
+    """A request that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
+    `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
+    part of. `in_step`: it is loaded in the step that first computes it, and `pledged` until then if it must not fail there."""
+
+    family: str
+    unread: Mapping[str, Any] | None = None
+    reference: Reference | None = None
+    sibling: Reference | None = None
+    sought: Future[Reference | None] | None = None
+    reason: str = ""
+    stage: Stage = Stage.WAITING
+    in_step: bool = False
+    pledged: float = -math.inf
+    counted: bool = False
+    loaded: int = 0
+    unhashable: frozenset[int] = frozenset()
+
+
+class References:
+    """Finds out what requests are loaded by. A prompt may go by any of its `digests`; no reference covers more than `longest`
+    tokens. Without a courier nothing is loaded."""
+
+    def __init__(
+        self,
+        courier: Courier[Meeting] | None,
+        seeking: Seeking | None,
+        secret: bytes,
+        longest: int,
+        digests: Callable[[Any, int], Iterator[str]],
+    ) -> None:
+        self._courier, self._seeking = courier, seeking
+        self._secret, self._longest, self._digests = secret, longest, digests
+
+    def read(self, request: Any, decode: Decode, params: Mapping[str, Any]) -> None:
+        """A lease is kept from here on."""
+        try:
+            if self._courier is None:
+                raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
+            if "kvferry" not in params:
+                raise BadReferenceError("kv_transfer_params carry no reference of KVFerry; does the producer run it too?")
+            reference = from_params(params["kvferry"], self._secret, self._longest)
+            if not request.abort_immediately:
+                self._check(request, reference)
+        except _AnotherPromptError as error:
+            if can_be_handed_over(request):
+                decode.sibling, decode.reason = reference, str(error)
+            return
+        except BadReferenceError as error:
+            decode.reason = str(error)
+            return
+        decode.reference = reference
+        self._courier.hold(request.request_id, reference)
+
+    def _check(self, request: Any, reference: Reference) -> None:
+        """The reference must be of this very prompt, or of its beginning."""
+        tokens = request.prompt_token_ids
+        if tokens is None or not is_told_by_tokens(request):
+            raise BadReferenceError("a prompt of embeddings cannot be compared with what was prefilled")
+        if reference.tokens >= len(tokens):
+            raise _AnotherPromptError(f"the reference covers {reference.tokens} tokens, the prompt has {len(tokens)}")
+        if reference.digest not in self._digests(request, reference.tokens):
+            raise _AnotherPromptError("the reference is of another prompt, adapter, media or salt")
+
+    def is_settled(self, request: Any, decode: Decode) -> bool:
+        """Whether it is settled what becomes of a request that came with another prompt's reference: the producer that gave it
+        is met, then asked."""
+        sibling = decode.sibling
+        if sibling is None or self._courier is None or self._seeking is None:
+            return True
+        if decode.sought is None:
+            met = self._courier.peer(sibling)
+            if met is not None and not isinstance(met, str):
+                digests = tuple(self._digests(request, len(request.prompt_token_ids) - 1))
+                decode.sought = self._seeking.begin(sibling, digests)
+            elif met is not None:
+                decode.sibling, decode.reason = None, met
+            return decode.sibling is None
+        if not decode.sought.done():
+            return False
+        decode.sibling = None
+        self._take_sought(request, decode, decode.sought)
+        return True
+
+    def _take_sought(self, request: Any, decode: Decode, sought: Future[Reference | None]) -> None:
+        try:
+            found = sought.result()
+            if found is not None:
+                self._check(request, found)
+        except KVFerryError as error:
+            decode.reason = f"{decode.reason}, and its own is not found: {error}"
+            return
+        if found is not None and self._courier is not None:
+            decode.reference, decode.reason = found, ""
+            self._courier.hold(request.request_id, found)
+
+
+class _AnotherPromptError(BadReferenceError):
+    """A reference is in order, and not of this prompt: its own may be found where that one is."""
