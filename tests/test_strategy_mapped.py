@@ -183,9 +183,11 @@ def test_a_longer_storage_than_the_memory_behind_it_is_not_mapped(told):
         assert told.path(longer) == "plain memory"
 
 
-def test_memory_whose_owner_has_ended_is_nobodys(told):
-    tokens = told.ways[1]
-    tokens[1][4] = msgspec.msgpack.encode(other_memory(tokens[1][1]))
+def test_memory_whose_owner_has_ended_is_nobodys(told, tmp_path, monkeypatch):
+    """In a folder that no other process sweeps."""
+    monkeypatch.setattr("kvferry.strategy.shared.FOLDER", tmp_path)
+    ended = msgspec.msgpack.encode(other_memory(max(length for _, length, *_ in told.ways[1])))
+    tokens = [[*token[:4], ended] for token in told.ways[1]]
     with pytest.raises(TransportError, match="is gone: its process has ended"):
         told.path(tokens)
     SharedBytes(8).close()

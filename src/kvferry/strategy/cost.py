@@ -63,16 +63,16 @@ class Rates(Struct, frozen=True):
 HOST: Final = Copying(20e-6, 8e-9, 1 / 1.8e9)
 DEVICE: Final = Copying(30e-6, 0.02e-9, 1 / 1.2e12, beside=True)
 WIRES: Final[Mapping[str, Wire]] = {
-    "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 1e-3),
-    "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 1e-3),
-    "PCIe": Wire(60e-6, 6e-6, 1 / 45e9, 1e-3),
-    "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1e-3),
+    "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 1.5e-3),
+    "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 1.5e-3),
+    "PCIe": Wire(60e-6, 6e-6, 1 / 45e9, 1.5e-3),
+    "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1.5e-3),
     "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 1e-3),
-    "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2e-3),
+    "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3),
 }
 """What a path usually costs, where nothing was measured. An answer is never measured: the producer's thread looks every 1.5 ms
-and the consumer's every 0.3 ms, half of which is waited for on average; what either waits for Python's lock is not
-foretold. NVLink, PCIe and NIC are what vendors and others report: nobody has measured them here."""
+and the consumer's every 0.3 ms, half of which is waited for on average; beside a device each has to get Python's lock
+from whoever launches kernels. NVLink, PCIe and NIC are what vendors and others report: nobody has measured them here."""
 
 
 WORTH: Final = 1.1

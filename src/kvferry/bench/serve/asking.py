@@ -214,19 +214,16 @@ class Asking:
         }
 
     async def refuse_too_many(self, prompts: int, tokens: int) -> None:
-        """P keeps what it has prefilled until D reads it: where not all of it fits, the rest would be waited for in vain; and D
-        could not load all of it at once. What windows and states keep is not foretold but seen of one prompt."""
-        if self.alone:
-            return
-        pools = [(side, await side.look()) for side in self.sides]
-        if not any(too_many(pool, prompts, tokens) for _, pool in pools):
+        """P keeps what it has prefilled until D reads it: where not all of it fits, the rest would be waited for in vain. What
+        windows and states keep is not foretold but seen of one prompt."""
+        if self.alone or not too_many(pool := await self.producer.look(), prompts, tokens):
             return
         name = "probe-room"
         await self._probe(name, tokens)
-        for side, pool in pools:
-            told = too_many(pool, prompts, tokens, side.held[name].tables) if name in side.held else ""
-            if told:
-                raise UnansweredError(f"{side.server.name}: {told}")
+        held = self.producer.held.get(name)
+        told = too_many(pool, prompts, tokens, held.tables) if held is not None else ""
+        if told:
+            raise UnansweredError(f"{self.producer.server.name}: {told}")
 
     async def _probe(self, name: str, tokens: int) -> None:
         """Its blocks are known after that."""
@@ -236,16 +233,17 @@ class Asking:
 
 
 def too_many(pool: Pool, prompts: int, tokens: int, tables: Tables | None = None) -> str:
-    """Why the pool cannot hold so many prompts at once, if it cannot. `tables`: the blocks that one of them had; without them
-    every group is taken to keep all its tokens, as windows and states do not. Block 0 is no request's."""
+    """Why a pool that keeps so many prompts has no room for the last of them, if it has none. `tables`: the blocks that one
+    kept; without them every group is taken to keep all its tokens. Windows and states do not; but vLLM admits nobody without
+    room for all tokens in every group. Block 0 is no request's."""
     many = [-(-tokens // size) for size in pool.block_tokens]
-    each = sum(many)
+    whole = kept = sum(many)
     if tables is not None:
-        each = len({block for table, most in zip(tables, many, strict=False) for block in table[:most]} - {0})
-    there = pool.blocks - 1
-    if prompts * each <= there:
+        kept = len({block for table, most in zip(tables, many, strict=False) for block in table[:most]} - {0})
+    need, there = (prompts - 1) * kept + max(kept, whole), pool.blocks - 1
+    if need <= there:
         return ""
     return (
-        f"{prompts} prompts of {tokens:,} tokens at once need {prompts * each:,} blocks, and there are {there:,}: "
+        f"{prompts} prompts of {tokens:,} tokens at once need {need:,} blocks, and there are {there:,}: "
         "make --kv-cache-bytes larger, or --at-once smaller"
     )
