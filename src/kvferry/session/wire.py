@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import zmq
@@ -25,6 +26,9 @@ _LINGER_MS: Final = 500
 _RECONNECT_MS: Final = 5000
 _HANDSHAKE_MS: Final = 3000
 """After this a connection whose handshake has not ended is made anew; ZeroMQ alone would wait longer than anybody here does."""
+_AGAIN_S: Final = 1.0
+"""After this a question is put once more: where one thread writes what another looks for at that moment, a socket that keeps
+only the last frame can lose it."""
 _REACH_S: Final = 4.0
 """For a listener to be reached and to say its first byte, which ZeroMQ does at once, however busy the engine is."""
 _SIGNATURE: Final = b"\xff"
@@ -123,13 +127,18 @@ def _exchange(
     context = zmq.Context()
     try:
         end = dial(context, number, key, MAX_WELCOME, {zmq.CONFLATE: 1})
-        end.send(pack(message), zmq.NOBLOCK)
-        deadline = time.monotonic() + timeout_s
+        question, deadline, again_at = pack(message), time.monotonic() + timeout_s, time.monotonic() + _AGAIN_S
+        end.send(question, zmq.NOBLOCK)
         while not end.poll(_TICK_MS):
             if stop is not None and stop.is_set():
                 raise SessionError(f"{address} has not answered, and this engine is closing")
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 raise SilentError(f"{address} does not answer within {timeout_s:g} s; {hint}")
+            if now >= again_at:
+                again_at = now + _AGAIN_S
+                with suppress(zmq.Again):
+                    end.send(question, zmq.NOBLOCK)
         reply = unpack_reply(end.recv())
     except zmq.Again:
         raise SilentError(f"{address} refuses the connection; {hint}") from None
