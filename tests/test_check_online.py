@@ -126,7 +126,7 @@ def test_why_an_engine_could_not_be_asked_is_told(engines, tmp_path):
         assert cure in found.cure
     (found,) = ask_all([up.address], other, 3.0).findings
     assert (found.name, found.cure) == ("no-answer", "give --key-file the key that the engine has; without one if it has none")
-    assert ask_all([up.address], key, 5.0).engines[0].welcome.engine == "up"
+    assert ask_all([up.address], key, 30.0).engines[0].welcome.engine == "up"
     stranger.close()
 
 
@@ -134,10 +134,10 @@ def test_an_engine_that_is_not_up_is_no_engine_that_does_not_fit(engines):
     """What a readiness probe may wait for has an exit code of its own."""
     up = engines("up", "llama-3.1-8b", "tp=1")
     missing = f"127.0.0.1:{free_port()}"
-    code, found = check("--engine", up.address, "--engine", missing, "--timeout-s", "5")
+    code, found = check("--engine", up.address, "--engine", missing, "--timeout-s", "30")
     assert (code, names(found)) == (3, {"not-reached"})
     other = engines("other", "llama-3.1-8b", "tp=2")
-    code, found = check("--engine", up.address, "--engine", other.address, "--engine", missing, "--timeout-s", "5")
+    code, found = check("--engine", up.address, "--engine", other.address, "--engine", missing, "--timeout-s", "30")
     assert (code, names(found)) == (3, {"not-reached"})
 
 
@@ -253,11 +253,11 @@ def test_a_beacon_is_no_lease():
 
 def test_what_an_engine_says_of_itself_reaches_who_asks(engines):
     up = engines("up", "llama-3.1-8b", "tp=1", role="consumer")
-    found = ask(up.address, HELLO, None, 5.0)
+    found = ask(up.address, HELLO, None, 30.0)
     assert (found.role, found.cards[0].beacon) == ("consumer", up.ranks[0].words.beacon)
     old = Listener("127.0.0.1:0")
     old.welcome(Welcome("old", "1", 60.0, tuple(replace(card, beacon=0) for card in found.cards)))
-    answer = ask(f"127.0.0.1:{old.port}", HELLO, None, 5.0)
+    answer = ask(f"127.0.0.1:{old.port}", HELLO, None, 30.0)
     assert Engine("a", answer).is_a("producer")
     assert Engine("a", answer).is_a("consumer")
     old.close()
