@@ -90,6 +90,8 @@ class Asking:
 
     def tell_freed(self) -> None:
         """Best effort: what a producer is not told of, it takes back when its time is up."""
+        if not self._freed:
+            return
         freed, self._freed = self._freed, {}
         for source, tickets in freed.items():
             self.free(source, tickets)
