@@ -331,7 +331,7 @@ def test_ratios_are_of_arms_of_one_start_and_stock_is_taken_at_its_best():
 
 
 def test_more_is_better_for_what_is_a_rate():
-    found = shown(a_record(), "P's prefill, being read ÷ alone")
+    found = shown(a_record(), "P's prefill, prompts of 257 being read ÷ alone")
     assert found.values["stock"] == pytest.approx(1 / 12)
     assert found.times_faster_than_stock["kvferry"] == pytest.approx(3.0)
 

@@ -121,13 +121,13 @@ class Asking:
         return found
 
     @asynccontextmanager
-    async def beside(self, turn: int) -> AsyncIterator[list[Streamed]]:
+    async def beside(self, key: object) -> AsyncIterator[list[Streamed]]:
         """Requests that decode on D meanwhile, given up at the end."""
-        prompts = [self.prompt(f"beside-{turn}-{i}", BESIDE_TOKENS) for i in range(self._settings.beside)]
+        prompts = [self.prompt(f"beside-{key}-{i}", BESIDE_TOKENS) for i in range(self._settings.beside)]
         connections = []
         try:
             for i, prompt in enumerate(prompts):
-                connection = await client.connect(self.consumer.address, f"beside-{turn}-{i}")
+                connection = await client.connect(self.consumer.address, f"beside-{key}-{i}")
                 connections.append(connection)
                 content = body(prompt, BESIDE_NEW, stream=True)
                 connection.send(client.request(self.consumer.address, content, connection.name))

@@ -28,20 +28,21 @@ SHUFFLED: Final = "scattered"
 
 FIRST: Final = "first"
 ALONE: Final = "alone"
+BUSY: Final = "busy"
 AT_ONCE: Final = "at-once"
 DECODE: Final = "decode"
 PREFILL: Final = "prefill"
 RATE: Final = "rate"
 ANSWERS: Final = "answers"
-ROWS: Final = (FIRST, CONSECUTIVE, SHUFFLED, AT_ONCE, PREFILL, RATE, ANSWERS)
-"""What is measured; `decode` comes with `at-once`."""
+ROWS: Final = (FIRST, CONSECUTIVE, SHUFFLED, BUSY, AT_ONCE, PREFILL, RATE, ANSWERS)
+"""What is measured; `decode` comes with `at-once`. `busy` is `alone` to a D that decodes for others meanwhile."""
 IN_TURNS: Final = "in-turns"
 """In place of the second and third, where they are to be compared with each other: both orders of blocks by turns."""
 
 SETTLE_S: Final = 0.3
 COUNTED_S: Final = 8.0
-READ_AT_MOST: Final = 16
 ANSWERED: Final = 4
+ENDED_BESIDE: Final = "a request beside the loads ended before they did: allow it more tokens"
 FRESH: Final = 3
 """Hand-overs of a length on consecutive blocks: a pool has only so many that were never used."""
 
@@ -90,6 +91,8 @@ class Measuring:
             await self._phase("scatter", self._scatter())
         if SHUFFLED in self._rows:
             await self._phase(SHUFFLED, self._lengths(SHUFFLED))
+        if BUSY in self._rows:
+            await self._phase(BUSY, self._busy())
         if AT_ONCE in self._rows:
             await self._phase(AT_ONCE, self._at_once())
         if ANSWERS in self._rows:
@@ -116,14 +119,29 @@ class Measuring:
 
     async def _lengths(self, order: str) -> None:
         for tokens in self.settings.lengths:
-            prompt = self._asking.prompt(order, tokens)
             async with self._row(ALONE, order, tokens) as row:
-                row.samples["ttft"] = []
-                for turn in range(self.settings.repeats if order == SHUFFLED else min(self.settings.repeats, FRESH)):
-                    if turn:
-                        await self._asking.forget()
-                    found = await self._hand(row, prompt, turn)
-                    row.samples["ttft"].append(_ms(found.first))
+                await self._repeat(row, self.settings.repeats if order == SHUFFLED else min(self.settings.repeats, FRESH))
+
+    async def _busy(self) -> None:
+        asking = self._asking
+        for tokens in self.settings.lengths:
+            async with self._row(BUSY, SHUFFLED, tokens) as row, asking.beside(f"{BUSY}-{tokens}") as beside:
+                await asyncio.sleep(SETTLE_S)
+                await asking.forget()
+                end = await self._repeat(row, self.settings.repeats)
+                if any(it.marks[-1] < end for it in beside):
+                    row.void = ENDED_BESIDE
+
+    async def _repeat(self, row: Row, times: int) -> float:
+        """One prompt, handed over so often; when the last of it was there."""
+        prompt = self._asking.prompt(row.order, row.tokens)
+        row.samples["ttft"] = []
+        for turn in range(times):
+            if turn:
+                await self._asking.forget()
+            found = await self._hand(row, prompt, turn)
+            row.samples["ttft"].append(_ms(found.first))
+        return found.marks[0]
 
     async def _in_both_orders(self) -> None:
         """P computes every prompt anew: where it remembered one, its blocks would lie as they lay then."""
@@ -151,20 +169,13 @@ class Measuring:
         await asking.refuse_too_many(settings.at_once, tokens)
         prompts = [asking.prompt(f"{AT_ONCE}-{i}", tokens) for i in range(settings.at_once)]
         decode = Row(DECODE, SHUFFLED, tokens, {"idle": [], "loaded": [], "idle seen": [], "loaded seen": [], "seconds": []})
+        await self._warm(prompts)
         async with self._row(AT_ONCE, SHUFFLED, tokens) as row:
             row.samples |= {"ttft": [], "itl": []}
             for turn in range(settings.rounds):
                 names = [asking.name(AT_ONCE, SHUFFLED, tokens, turn, i) for i in range(len(prompts))]
                 row.requests += names
-                began = perf_counter()
-                params = await asking.prefill_all(list(zip(names, prompts, strict=True)))
-                asking.spans.append(Span(PREFILLS, began, perf_counter()))
-                if turn:
-                    await asking.forget()
-                wanted = [
-                    (name, body(prompt, settings.output, stream=True, params=given))
-                    for name, prompt, given in zip(names, prompts, params, strict=True)
-                ]
+                wanted = await self._prefilled(names, prompts)
                 async with asking.beside(turn) as beside:
                     await asyncio.sleep(SETTLE_S)
                     idle = perf_counter()
@@ -183,8 +194,28 @@ class Measuring:
                     decode.samples["idle"] += map(_ms, asking.consumer.steps_between(idle, begun, settings.beside))
                     decode.samples["loaded"] += map(_ms, asking.consumer.steps_between(begin, end, settings.beside))
                     if any(it.marks[-1] < end for it in beside):
-                        decode.void = "a request beside the loads ended before they did: allow it more tokens"
+                        decode.void = ENDED_BESIDE
         self.run.rows.append(decode)
+
+    async def _warm(self, prompts: Sequence[Prompt]) -> None:
+        """A batch of so many new requests takes D some 10 ms longer the first time, whatever its connector: kernels are loaded
+        that nothing asked for before. One that has run for an hour has had it."""
+        asking = self._asking
+        wanted = await self._prefilled([asking.name("warm", i) for i in range(len(prompts))], prompts)
+        async with asking.beside("warm"):
+            await client.stream_all(asking.consumer.address, wanted)
+
+    async def _prefilled(self, names: Sequence[str], prompts: Sequence[Prompt]) -> list[tuple[str, bytes]]:
+        """What is asked of D after P has prefilled all of them, none of which D knows."""
+        asking = self._asking
+        began = perf_counter()
+        params = await asking.prefill_all(list(zip(names, prompts, strict=True)))
+        asking.spans.append(Span(PREFILLS, began, perf_counter()))
+        await asking.forget()
+        return [
+            (name, body(prompt, self.settings.output, stream=True, params=given))
+            for name, prompt, given in zip(names, prompts, params, strict=True)
+        ]
 
     async def _answers(self) -> None:
         """Not streamed: a stream would bring the prompt back with the first token, and that is not what is timed elsewhere."""
@@ -210,15 +241,21 @@ class Measuring:
 
     async def _prefill(self) -> None:
         """P's prompt tokens a second: alone, while D reads from it, and while D computes the same without reading. The last
-        tells what two engines that share a device take from each other anyway."""
+        tells what two engines that share a device take from each other anyway. D reads as many tokens as P prefills
+        meanwhile, in short prompts and in long ones, of which it computes little."""
+        settings = self.settings
+        for tokens in dict.fromkeys((settings.at_once_length, settings.lengths[-1])):
+            await self._prefill_beside(tokens, -(-settings.prefills * settings.at_once_length // tokens))
+
+    async def _prefill_beside(self, tokens: int, many: int) -> None:
         asking, settings = self._asking, self.settings
-        tokens, many = settings.at_once_length, min(settings.at_once, READ_AT_MOST)
         await asking.refuse_too_many(many, tokens)
-        read = [asking.prompt(f"{AT_ONCE}-{i}", tokens) for i in range(settings.at_once - many, settings.at_once)]
+        read = [asking.prompt(f"{AT_ONCE}-{i}", tokens) for i in range(many)]
+        prefilled = settings.prefills * settings.at_once_length
         async with self._row(PREFILL, SHUFFLED, tokens) as row:
             for turn in range(settings.rounds):
-                alone = await self._prefills(f"alone-{turn}")
-                _add(row, "alone", settings.prefills * tokens / alone)
+                alone = await self._prefills(f"alone-{tokens}-{turn}")
+                _add(row, "alone", prefilled / alone)
                 if asking.alone:
                     continue
                 names = [asking.name(PREFILL, SHUFFLED, tokens, turn, i) for i in range(many)]
@@ -229,13 +266,13 @@ class Measuring:
                     (name, body(prompt, 2, stream=True, params=given))
                     for name, prompt, given in zip(names, read, params, strict=True)
                 ]
-                seconds, found = await self._prefills_beside(f"read-{turn}", loads, alone / many)
-                _add(row, "read", settings.prefills * tokens / seconds)
+                seconds, found = await self._prefills_beside(f"read-{tokens}-{turn}", loads, alone / many)
+                _add(row, "read", prefilled / seconds)
                 row.samples.setdefault("ttft", []).extend(_ms(it.first) for it in found)
                 if settings.prefix_caching:
                     hits = [(f"{name}-hit", body(prompt, 2, stream=True)) for name, prompt in zip(names, read, strict=True)]
-                    seconds, _ = await self._prefills_beside(f"hits-{turn}", hits, alone / many)
-                    _add(row, "hits", settings.prefills * tokens / seconds)
+                    seconds, _ = await self._prefills_beside(f"hits-{tokens}-{turn}", hits, alone / many)
+                    _add(row, "hits", prefilled / seconds)
 
     async def _prefills(self, tag: str) -> float:
         """Seconds until P has answered as many new prompts as settings say, all sent at once."""

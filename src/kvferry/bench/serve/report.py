@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvferry.bench.machine import Machine
 from kvferry.bench.plot import Bar
-from kvferry.bench.serve.measure import ALONE, AT_ONCE, CONSECUTIVE, DECODE, FIRST, PREFILL, RATE, SHUFFLED
+from kvferry.bench.serve.measure import ALONE, AT_ONCE, BUSY, CONSECUTIVE, DECODE, FIRST, PREFILL, RATE, SHUFFLED
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.stats import percentile
 from kvferry.bench.serve.trace import Steps, steps
@@ -56,10 +56,10 @@ def _share(row: Row | None, sample: str, share: float) -> float | None:
 def figures(settings: Settings) -> list[Figure]:
     many = f"{settings.at_once} × {settings.at_once_length:,}"
     out = [_ttft(f"first request, {settings.lengths[0]:,} tokens", (FIRST, CONSECUTIVE, settings.lengths[0]))]
-    for order in (CONSECUTIVE, SHUFFLED):
+    for name, order, told in ((ALONE, CONSECUTIVE, ""), (ALONE, SHUFFLED, ""), (BUSY, SHUFFLED, ", D decoding")):
         for n in settings.lengths:
-            out.append(_ttft(f"{n:,} tokens, {order}", (ALONE, order, n)))
-            out.append(Figure(f"{n:,} tokens, {order}, in D's engine", "ms", (ALONE, order, n), "in the engine"))
+            out.append(_ttft(f"{n:,} tokens, {order}{told}", (name, order, n)))
+            out.append(Figure(f"{n:,} tokens, {order}{told}, in D's engine", "ms", (name, order, n), "in the engine"))
     start, longest = settings.lengths[0], settings.lengths[-1]
     out.append(
         Figure("first request ÷ later ones", "", out[0].row, "ttft", over=("ttft", P50), over_row=(ALONE, CONSECUTIVE, start))
@@ -84,8 +84,10 @@ def figures(settings: Settings) -> list[Figure]:
     out += [Figure(f"{title}, between tokens, {_SHARES[share]}", "ms", rate, "itl", share) for share in (P50, P99)]
     prefill = (PREFILL, SHUFFLED, settings.at_once_length)
     out.append(Figure("P's prefill, alone", "tokens/s", prefill, "alone", more_is_better=True))
-    out.append(Figure("P's prefill, being read ÷ alone", "", prefill, "read", P50, ("alone", P50), more_is_better=True))
-    out.append(Figure("P's prefill, being read ÷ D not reading", "", prefill, "read", P50, ("hits", P50), more_is_better=True))
+    for n in dict.fromkeys((settings.at_once_length, longest)):
+        read, title = (PREFILL, SHUFFLED, n), f"P's prefill, prompts of {n:,} being read"
+        out.append(Figure(f"{title} ÷ alone", "", read, "read", P50, ("alone", P50), more_is_better=True))
+        out.append(Figure(f"{title} ÷ D not reading", "", read, "read", P50, ("hits", P50), more_is_better=True))
     return out
 
 
@@ -161,7 +163,8 @@ def summary(record: Record) -> Summary:
 
 def _traced_rows(settings: Settings) -> list[tuple[str, str, int]]:
     """Those whose steps are looked at: loads of scattered blocks, many at once and one at a time."""
-    return [(AT_ONCE, SHUFFLED, settings.at_once_length), *((ALONE, SHUFFLED, n) for n in settings.lengths)]
+    alone = [(name, SHUFFLED, n) for name in (ALONE, BUSY) for n in settings.lengths]
+    return [(AT_ONCE, SHUFFLED, settings.at_once_length), *alone]
 
 
 def _void(runs: Sequence[Run]) -> list[str]:

@@ -20,6 +20,9 @@ Seconds = Annotated[float, Meta(gt=0)]
 RETRY_S: Final = 0.25
 """Between two tries to meet a named peer that is not there yet."""
 
+SWITCH_S: Final = {"cuda": 0.0001}
+"""`switch_s` by device. On a GPU the engine's thread lets go of the lock with every kernel that it launches, and waits so long
+to have it back while vLLM's other thread takes in requests. On a CPU its steps compute, and Python's own 5 ms do."""
 
 STOCK_OPTIONS: Final = {
     "backends": "it is NixlConnector's; name one with backend",
@@ -50,6 +53,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     memory is; empty: on the device, or in host memory if vLLM's `kv_buffer_device` is cpu. `staging_bytes`: what a rank takes
     for it in all. `slot_s`: how long a consumer may leave what was gathered for it. `map_rings`: whether staging is mapped
     by consumers of this machine, and theirs here. `copy_programs`: how many programs of a GPU's kernel copy at a time.
+    `switch_s`: how long a thread of the engine's process keeps Python's lock while others want it, at
+    most; none given: what is best on the device.
     `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's names; empty: what suits transfers best.
     `progress_thread`, `posting_threads`, `sync`, `window`, `backend`, `backend_parameters`, `ucx`: see
     `kvferry.transport.NixlOptions`.
@@ -70,6 +75,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     slot_s: Seconds = SLOT_S
     map_rings: bool = True
     copy_programs: Annotated[int, Meta(ge=2, le=1024)] = 128
+    switch_s: Annotated[float, Meta(ge=1e-6, le=1)] | None = None
     cache_layout: Literal["", "LBHNC", "BLHNC", "BHLNC"] = ""
     progress_thread: bool | Literal["slow"] | None = None
     posting_threads: Annotated[int, Meta(ge=0, le=64)] | None = None
