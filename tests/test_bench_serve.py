@@ -303,7 +303,9 @@ def a_run(arm: str, start: int, factor: float, mode: str = "eager", **changes: o
         rows += [Row("alone", order, n, {"ttft": [n * factor, n * factor + 2]}, scatter=0.97) for n in (257, 1025)]
     rows.append(Row("at-once", "scattered", 257, {"ttft": [10 * factor, 20 * factor, 30 * factor, 40 * factor]}))
     rows.append(Row("decode", "scattered", 257, {"idle": [5.0, 5.0], "loaded": [5 * factor, 6 * factor, 60 * factor]}))
+    rows += [Row("busy", "scattered", n, {"ttft": [2 * n * factor]}, scatter=0.97) for n in (257, 1025)]
     rows.append(Row("prefill", "scattered", 257, {"alone": [1000.0], "read": [1000.0 / factor], "hits": [990.0]}))
+    rows.append(Row("prefill", "scattered", 1025, {"alone": [1000.0], "read": [980.0], "hits": [990.0]}))
     connector = ARMS[arm].connector
     configured = json.loads(connector.flag()) if connector else {}
     run = Run(arm, mode, start, 16, configured, {"start": 5.0}, rows, {"257 a": [1, 2], "257 b": [3, 4]}, complete=True)
@@ -334,6 +336,15 @@ def test_more_is_better_for_what_is_a_rate():
     found = shown(a_record(), "P's prefill, prompts of 257 being read ÷ alone")
     assert found.values["stock"] == pytest.approx(1 / 12)
     assert found.times_faster_than_stock["kvferry"] == pytest.approx(3.0)
+
+
+def test_what_is_handed_to_a_decode_engine_that_decodes_and_long_prompts_beside_prefill_have_figures_of_their_own():
+    assert shown(a_record(), "1,025 tokens, scattered, D decoding").starts["none"] == [2050.0, 6150.0, 3075.0]
+    assert shown(a_record(), "1,025 tokens, scattered").starts["none"] == [1026.0, 3076.0, 1538.5]
+    assert shown(a_record(), "P's prefill, prompts of 1,025 being read ÷ alone").values["stock"] == 0.98
+    assert shown(a_record(), "P's prefill, prompts of 1,025 being read ÷ D not reading").values["stock"] == pytest.approx(
+        98 / 99
+    )
 
 
 def test_percentiles_and_the_worst_step_come_from_all_samples():

@@ -174,6 +174,15 @@ def test_a_greatest_age_below_the_time_of_a_silent_consumer_is_refused_at_the_st
     assert read_options({"lease_most_s": 60}).lease_most_s == 60
 
 
+def test_threads_of_a_gpu_engine_switch_sooner_and_none_ever_later_than_they_did():
+    usual, told = read_options({}), read_options({"switch_s": 0.001})
+    assert [usual.switching_s(device, 0.005) for device in ("cuda", "cpu")] == [0.0001, 0.005]
+    assert [told.switching_s(device, 0.005) for device in ("cuda", "cpu")] == [0.001, 0.001]
+    assert usual.switching_s("cuda", 0.00005) == told.switching_s("cpu", 0.00005) == 0.00005
+    with pytest.raises(SessionError, match="switch_s"):
+        read_options({"switch_s": 0})
+
+
 @pytest.mark.parametrize("host", ["http://prefill-0", "prefill 0", "prefill-0\nINFO", "[::1]", "é"])
 def test_what_is_no_host_is_not_advertised(host, tmp_path):
     options = read_options({"advertise": host, "key_file": str(tmp_path / "key")})

@@ -47,6 +47,7 @@ def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_ali
             ("first", "consecutive"),
             ("alone", "consecutive"),
             ("alone", "scattered"),
+            ("busy", "scattered"),
             ("at-once", "scattered"),
             ("decode", "scattered"),
             ("prefill", "scattered"),
@@ -65,6 +66,8 @@ def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_ali
         assert loads.sums["new"] == 4
         assert all(loads.sums[part] > 0 for part in ("intake", "schedule", "launch", "update"))
         assert loads.sums.get(OTHER, 0) > -0.1, "nothing is counted twice"
+        (busy,) = [it for row in run.rows if row.name == "busy" for it in row.traces if (it.side, it.during) == ("D", "loads")]
+        assert busy.sums["running"] > 3 * busy.steps, "others are decoded for meanwhile"
     (fresh,) = [row for row in ferried.rows if (row.name, row.order) == ("alone", "consecutive")]
     assert fresh.runs < fresh.blocks / 2
     assert all(row.moved_bytes == row.from_peer == 0 for row in floor.rows)

@@ -320,6 +320,14 @@ class TestRefusedReferences:
             assert here.held == 0
             assert here.connector.scheduler._listener is None
 
+    def test_threads_of_its_process_switch_as_soon_as_it_is_told(self) -> None:
+        usual = sys.getswitchinterval()
+        try:
+            with engines(Setup("llama", engine="D", role="kv_consumer", options=(("switch_s", 0.002),))):
+                assert sys.getswitchinterval() == pytest.approx(0.002)
+        finally:
+            sys.setswitchinterval(usual)
+
     def test_an_engine_that_only_consumes_answers_who_checks_it_where_it_is_given_a_port(self) -> None:
         """It still prefills for nobody; and both engines say what they are, and show their beacons."""
         listen = f"127.0.0.1:{free_port()}"

@@ -18,7 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.engines.vllm import register
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
-from kvferry.engines.vllm.options import SWITCH_S, buffered, read_options
+from kvferry.engines.vllm.options import buffered, read_options
 from kvferry.engines.vllm.refusals import refuse_unserved
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
@@ -38,8 +38,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_unserved(vllm_config, current_platform.device_type)
         transfer, device = vllm_config.kv_transfer_config, current_platform.device_type
         options = buffered(read_options(transfer.kv_connector_extra_config), transfer.kv_buffer_device, device)
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(min(options.switch_s or SWITCH_S.get(device, usual), usual))
+        sys.setswitchinterval(options.switching_s(device, sys.getswitchinterval()))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -103,6 +103,10 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     def key(self) -> Key | None:
         return read_key(self.key_file) if self.key_file else None
 
+    def switching_s(self, device: str, usual: float) -> float:
+        """How long threads keep Python's lock on this device, where it is `usual` now: never longer than that."""
+        return min(self.switch_s or SWITCH_S.get(device, usual), usual)
+
     def answers(self, produces: bool) -> bool:
         """Whether anybody is answered: producers always are, a consumer only where it is told to."""
         return produces or split_address(self.listen)[1] > 0
