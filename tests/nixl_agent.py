@@ -13,6 +13,7 @@ import numpy as np
 from kvferry.plan import Binder, Request, make_plans
 from kvferry.transport import NixlOptions, NixlTransport, Storage
 from kvferry.transport import nixl as module
+from kvferry.transport.agent import Library
 from kvferry.transport.metadata import Metadata, StorageEntry, encode_metadata
 from kvferry.transport.nixl import NixlRead
 from transport_peer import allocated
@@ -90,8 +91,8 @@ class Sea:
 
     def __init__(self, monkeypatch: Any, window: int, blocks: int, rate: int = 32, clock: Callable[[], float] = lambda: 0.0):
         self.agent = Agent(rate)
-        monkeypatch.setattr(module, "_library", lambda: module._Library(SimpleNamespace(), (RuntimeError,)))
-        monkeypatch.setattr(NixlTransport, "_start", lambda transport: self.agent)
+        monkeypatch.setattr(module, "library", lambda: Library(SimpleNamespace(), (RuntimeError,)))
+        monkeypatch.setattr(module, "start", lambda name, options, found: (self.agent, False))
         self.case: Case = dense_case(layers=1, blocks=2 * blocks)
         here, there = allocated(self.case.consumers, 1), allocated(self.case.producers, 2)
         self.plan = make_plans([rank.manifest for rank in here], [rank.manifest for rank in there])[0]

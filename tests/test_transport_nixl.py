@@ -18,7 +18,7 @@ from kvferry.manifest import Identity
 from kvferry.plan import Binder, Request, make_plans
 from kvferry.session import Lease, Words
 from kvferry.transport import NixlOptions, NixlTransport, Path, State, ucx
-from kvferry.transport import nixl as module
+from kvferry.transport.agent import library, slowed_down
 from kvferry.transport.metadata import decode_metadata, encode_metadata
 from kvferry.transport.nixl import NixlRead
 from transport_peer import PeerProcess, allocated
@@ -210,13 +210,11 @@ def test_nothing_of_nixls_runs_beside_the_engine_by_default(monkeypatch):
 
 
 def test_a_nixl_without_a_slow_thread_goes_on_without_one(monkeypatch, caplog):
-    bind = module._library().api.nixlBind
+    bind = library().api.nixlBind
     monkeypatch.setattr(bind, "nixlAgentConfig", lambda make=bind.nixlAgentConfig: Blind(make()))
-    transport = NixlTransport.__new__(NixlTransport)
-    transport.name, transport._library = "d", module._library()
     agent = SimpleNamespace(agent=bind.nixlAgent.__new__(bind.nixlAgent), backends={})
     with caplog.at_level(logging.WARNING, logger="kvferry.transport"):
-        assert not transport._slow_down(agent, bind.NIXL_THREAD_SYNC_NONE)
+        assert not slowed_down(agent, "d", bind.NIXL_THREAD_SYNC_NONE, bind)
     assert "no slow progress thread (its configuration has no pthrDelay)" in caplog.text
 
 
@@ -271,13 +269,13 @@ def test_without_nixl_the_way_to_install_it_is_named(monkeypatch):
 
 
 def test_nixl_is_found_under_every_name_it_is_installed_as(monkeypatch):
-    api = module._library().api
+    api = library().api
     for name in ("nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, f"{name}._api", None)
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "nixl", type(sys)("nixl"))
     monkeypatch.setitem(sys.modules, "nixl._api", api)
-    assert module._library().api is api
+    assert library().api is api
 
 
 def test_settings_are_in_the_environment_for_a_moment_and_never_over_the_operators(monkeypatch, caplog):

@@ -26,7 +26,7 @@ from kvferry.bench.memory import HostMemory
 from kvferry.bench.stock import Stock
 from kvferry.errors import BenchError
 from kvferry.plan import Plan
-from kvferry.transport.nixl import NixlOptions, NixlTransport
+from kvferry.transport import NixlOptions, NixlTransport
 
 Way = Literal["kvferry", "stock"]
 

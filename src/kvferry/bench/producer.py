@@ -15,7 +15,7 @@ from kvferry.bench.child import child
 from kvferry.bench.comparing import stamp
 from kvferry.bench.memory import Memory, allocate
 from kvferry.errors import BenchError, KVFerryError
-from kvferry.transport.nixl import NixlOptions, NixlTransport
+from kvferry.transport import NixlOptions, NixlTransport
 
 _START_S = 120.0
 _IDLE_S = 0.0005

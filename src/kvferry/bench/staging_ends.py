@@ -24,8 +24,8 @@ from kvferry.strategy import HostMover, Mapped, Mover, SharedBytes, Strategies
 from kvferry.strategy.cost import Way
 from kvferry.strategy.scattered import Scattered, Settings
 from kvferry.strategy.staging import Rings, Staging, host_staging
+from kvferry.transport import NixlOptions, NixlTransport
 from kvferry.transport.contract import Storage, Transport
-from kvferry.transport.nixl import NixlOptions, NixlTransport
 
 _START_S = 180.0
 _IDLE_S = 0.0002

@@ -28,8 +28,8 @@ from kvferry.bench.producer import Ready, producer
 from kvferry.bench.stock import Stock
 from kvferry.errors import BenchError, KVFerryError
 from kvferry.plan import Binder, Plan
+from kvferry.transport import NixlOptions, NixlTransport
 from kvferry.transport.contract import Prepared, State
-from kvferry.transport.nixl import NixlOptions, NixlTransport
 
 ORDERS: Final[tuple[Order, ...]] = ("consecutive", "scattered")
 HYBRID: Final = "nemotron-3-nano-30b-a3b"

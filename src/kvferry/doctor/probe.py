@@ -58,10 +58,10 @@ def nixl() -> dict[str, Any]:
 
 
 def _plugins() -> list[str]:
-    from kvferry.transport.nixl import _library
+    from kvferry.transport.agent import library
 
     try:
-        api = _library().api
+        api = library().api
         agent = api.nixl_agent("kvferry-doctor", api.nixl_agent_config(enable_prog_thread=False, backends=[]))
         return sorted(agent.get_plugin_list())
     except (KVFerryError, RuntimeError, ValueError, OSError):

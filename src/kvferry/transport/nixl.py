@@ -8,15 +8,12 @@ one that is tied to a read also when a read that we gave up ends late.
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +23,7 @@ from kvferry.plan import Plan, Tiles
 from kvferry.plan.rows import PreparedRows, Rows
 from kvferry.transport import ucx
 from kvferry.transport.addresses import Placed, place
+from kvferry.transport.agent import NixlOptions, library, start
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry
 from kvferry.transport.metadata import Metadata, StorageEntry, decode_metadata, encode_metadata, this_host
 from kvferry.transport.order import ascending
@@ -37,17 +35,8 @@ logger = logging.getLogger("kvferry.transport")
 CARRIER: Final = "nixl"
 MAX_ELEMENTS: Final = (1 << 31) - 1
 
-_MODULES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 _MEMORY: Final = {"dram": "DRAM", "vram": "VRAM"}
 _LOCAL: Final = "NIXL_INIT_AGENT"
-_POSTERS: Final = 4
-"""Threads that post where there are cores for them: with four, vLLM's own connector posts a descriptor over CUDA IPC in 3.4 us,
-a single thread needs 8.2 us (H200)."""
-_SPLIT: Final = 128
-"""From so many descriptors on a window is worth splitting among threads: posting them takes about a millisecond."""
-_SLOW_US: Final = 5000
-"""How long a slow progress thread sleeps at most; arrivals wake it, but for some that UCX does not announce. It takes less than
-0.5 % of a core then."""
 _POSTING_S: Final = 0.002
 """How long a round goes on posting. Over CUDA IPC a window takes some ten milliseconds to post; meanwhile nobody looks at
 what has landed."""
@@ -56,73 +45,6 @@ _PASSED_OVER: Final = 64
 _TELLING: Final = 1 << 14
 """More bytes than this say how a peer is read: UCX takes other ways for a few of them, and for host memory, where the words lie
 that a session reads to warm a connection up."""
-
-
-@dataclass(frozen=True)
-class NixlOptions:
-    """How NIXL is run; every field has a default that is right where nothing is known.
-
-    `progress_thread`: whether a thread of NIXL's keeps connections and emulated reads going. Without it, which is the default,
-    they move on while `poll` and `notifications` are called. True is NIXL's own: it spins, which costs a core, and holds the
-    lock that posting needs. "slow" sleeps until something arrives, and at most some milliseconds.
-    `posting_threads`: that many of UCX's own post reads of many descriptors, beside each other and without Python's lock. They
-    sleep while nothing is in flight, and spin while something is. None: 4 where at least 8 cores are usable, else 0, which is
-    the caller's thread.
-    `window`: descriptors in flight to one peer; some NICs' send queues overflow past 4,096. Reads of at most a 64th of it are
-    posted beside it.
-    `timeout_s`: how long a read may go without visible progress before it fails.
-    `backend_parameters` are NIXL's for the backend (for UCX: ucx_devices, num_workers, ucx_error_handling_mode); `ucx` are
-    UCX settings beside those of `kvferry.transport.ucx`, and neither overrides the operator's environment.
-    `sync`: "strict" has NIXL lock around every call, for a transport that several threads call at once; a ferry's has one.
-    """
-
-    backend: str = "UCX"
-    progress_thread: bool | Literal["slow"] | None = None
-    window: int = 4096
-    timeout_s: float = 30.0
-    backend_parameters: Mapping[str, str] = field(default_factory=dict)
-    ucx: Mapping[str, str] = field(default_factory=dict)
-    posting_threads: int | None = None
-    sync: Literal["none", "strict"] = "none"
-
-    @property
-    def posters(self) -> int:
-        """How many threads of UCX's post."""
-        if self.posting_threads is not None:
-            return self.posting_threads
-        return _POSTERS if len(os.sched_getaffinity(0)) >= 2 * _POSTERS else 0
-
-    @property
-    def parameters(self) -> dict[str, str]:
-        """The backend's parameters; the operator's come last."""
-        threads = {"num_threads": str(self.posters), "split_batch_size": str(_SPLIT)} if self.posters else {}
-        return {**(threads if self.backend == "UCX" else {}), **self.backend_parameters}
-
-
-@dataclass(frozen=True)
-class _Library:
-    """NIXL's Python interface, under whichever name it is installed."""
-
-    api: Any
-    errors: tuple[type[Exception], ...]
-
-
-def _library() -> _Library:
-    for name in _MODULES:
-        try:
-            api = importlib.import_module(f"{name}._api")
-        except ModuleNotFoundError as error:
-            if error.name is not None and error.name.partition(".")[0] == name:
-                continue
-            raise TransportError(f"NIXL is installed as {name} but cannot be imported: {error}") from error
-        except ImportError as error:
-            raise TransportError(f"NIXL is installed as {name} but cannot be imported: {error}") from error
-        if "NIXL_LOG_LEVEL" not in os.environ:
-            logging.getLogger("nixl").setLevel(logging.WARNING)
-        found = (getattr(api.nixlBind, attribute) for attribute in dir(api.nixlBind))
-        errors = tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
-        return _Library(api, (*errors, RuntimeError, ValueError, KeyError))
-    raise TransportError(f"NIXL is not installed (looked for {', '.join(_MODULES)}); pip install 'kvferry[nixl]'")
 
 
 class NixlTransport:
@@ -135,54 +57,12 @@ class NixlTransport:
         self.options = options or NixlOptions()
         self.name = f"{name}#{secrets.token_hex(4)}"
         self._clock = clock
-        self.progresses = False
         with ucx.environment(self.options.ucx):
-            self._library = _library()
-            self._started: Any = self._start()
+            self._library = library()
+            self._started, self.progresses = start(self.name, self.options, self._library)
         self._storages: list[Storage] = []
         self._registered: list[Any] = []
         self._peers = Peers()
-
-    def _start(self) -> Any:
-        api, backend = self._library.api, self.options.backend
-        modes = api.nixl_thread_sync_t
-        mode = modes.NIXL_THREAD_SYNC_STRICT if self.options.sync == "strict" else modes.NIXL_THREAD_SYNC_NONE
-        spins = self.options.progress_thread is True
-        try:
-            config = api.nixl_agent_config(enable_prog_thread=spins, backends=[], capture_telemetry=True, sync_mode=mode)
-            agent = api.nixl_agent(self.name, config)
-            self.progresses = spins or (self.options.progress_thread == "slow" and self._slow_down(agent, mode.value))
-            if backend not in agent.get_plugin_list():
-                raise TransportError(f"NIXL has no backend {backend} here; it has {', '.join(agent.get_plugin_list())}")
-            agent.create_backend(backend, self.options.parameters)
-        except self._library.errors as error:
-            raise TransportError(f"{self.name}: NIXL cannot start its backend {backend}: {error}") from error
-        return agent
-
-    def _slow_down(self, agent: Any, sync: Any) -> bool:
-        """Give an agent that has no backend yet a progress thread that sleeps. NIXL's Python interface has no word for that:
-        it asks for one that never does, so what it has configured is replaced by the same with another delay."""
-        bind = self._library.api.nixlBind
-        try:
-            if not isinstance(agent.agent, bind.nixlAgent) or agent.backends:
-                raise TypeError("the agent is not what it was")
-            config = bind.nixlAgentConfig()
-            settings = {
-                "pthrDelay": _SLOW_US,
-                "useProgThread": True,
-                "useListenThread": False,
-                "captureTelemetry": True,
-                "syncMode": sync,
-            }
-            for name, value in settings.items():
-                if not hasattr(config, name):
-                    raise TypeError(f"its configuration has no {name}")
-                setattr(config, name, value)
-            agent.agent = bind.nixlAgent(self.name, config)
-        except (AttributeError, TypeError) as error:
-            logger.warning("this NIXL has no slow progress thread (%s); reads move on while this process polls", error)
-            return False
-        return True
 
     @property
     def closed(self) -> bool:
