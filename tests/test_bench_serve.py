@@ -31,7 +31,7 @@ from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, STOCK_STATES, chosen, d
 from kvferry.bench.serve.asking import Side, too_many
 from kvferry.bench.serve.client import Prompt
 from kvferry.bench.serve.engine import Engine, Place
-from kvferry.bench.serve.measure import Measuring
+from kvferry.bench.serve.measure import Measuring, read_lengths
 from kvferry.bench.serve.models import SHAPES, model
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.runner import Order, left
@@ -345,6 +345,12 @@ def test_what_is_handed_to_a_decode_engine_that_decodes_and_long_prompts_beside_
     assert shown(a_record(), "P's prefill, prompts of 1,025 being read ÷ D not reading").values["stock"] == pytest.approx(
         98 / 99
     )
+
+
+def test_only_longer_prompts_than_the_short_ones_are_read_beside_prefill_too():
+    assert read_lengths(SETTINGS) == (257, 1025)
+    assert read_lengths(replace(SETTINGS, lengths=(1025, 129))) == (257, 1025)
+    assert read_lengths(replace(SETTINGS, at_once_length=4097)) == (4097,)
 
 
 def test_percentiles_and_the_worst_step_come_from_all_samples():

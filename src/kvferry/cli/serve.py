@@ -124,6 +124,7 @@ def serve_command(
             prefix_caching=served.prefix_caching if prefix_caching is None else prefix_caching,
             seed=seed,
             traced=trace,
+            warmed=True,
         )
         known = dict(ARMS)
         for text in define or []:

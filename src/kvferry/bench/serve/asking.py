@@ -245,5 +245,5 @@ def too_many(pool: Pool, prompts: int, tokens: int, tables: Tables | None = None
         return ""
     return (
         f"{prompts} prompts of {tokens:,} tokens at once need {need:,} blocks, and there are {there:,}: "
-        "make --kv-cache-bytes larger, or --at-once smaller"
+        "make --kv-cache-bytes larger, or --at-once or --prefills smaller"
     )

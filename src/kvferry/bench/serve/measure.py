@@ -42,7 +42,7 @@ IN_TURNS: Final = "in-turns"
 SETTLE_S: Final = 0.3
 COUNTED_S: Final = 8.0
 ANSWERED: Final = 4
-ENDED_BESIDE: Final = "a request beside the loads ended before they did: allow it more tokens"
+ENDED_BESIDE: Final = "a request beside the loads ended before they did: give --repeats or --at-once less to do"
 FRESH: Final = 3
 """Hand-overs of a length on consecutive blocks: a pool has only so many that were never used."""
 
@@ -128,12 +128,12 @@ class Measuring:
             async with self._row(BUSY, SHUFFLED, tokens) as row, asking.beside(f"{BUSY}-{tokens}") as beside:
                 await asyncio.sleep(SETTLE_S)
                 await asking.forget()
-                end = await self._repeat(row, self.settings.repeats)
-                if any(it.marks[-1] < end for it in beside):
+                last = await self._repeat(row, self.settings.repeats)
+                if any(it.marks[-1] < last for it in beside):
                     row.void = ENDED_BESIDE
 
     async def _repeat(self, row: Row, times: int) -> float:
-        """One prompt, handed over so often; when the last of it was there."""
+        """One prompt, handed over so often; when D was asked for it for the last time."""
         prompt = self._asking.prompt(row.order, row.tokens)
         row.samples["ttft"] = []
         for turn in range(times):
@@ -141,7 +141,7 @@ class Measuring:
                 await self._asking.forget()
             found = await self._hand(row, prompt, turn)
             row.samples["ttft"].append(_ms(found.first))
-        return found.marks[0]
+        return found.sent
 
     async def _in_both_orders(self) -> None:
         """P computes every prompt anew: where it remembered one, its blocks would lie as they lay then."""
@@ -241,15 +241,20 @@ class Measuring:
 
     async def _prefill(self) -> None:
         """P's prompt tokens a second: alone, while D reads from it, and while D computes the same without reading. The last
-        tells what two engines that share a device take from each other anyway. D reads as many tokens as P prefills
+        tells what two engines that share a device take from each other anyway. D reads about as many tokens as P prefills
         meanwhile, in short prompts and in long ones, of which it computes little."""
         settings = self.settings
-        for tokens in dict.fromkeys((settings.at_once_length, settings.lengths[-1])):
-            await self._prefill_beside(tokens, -(-settings.prefills * settings.at_once_length // tokens))
+        for tokens in read_lengths(settings):
+            many = -(-settings.prefills * settings.at_once_length // tokens)
+            try:
+                await self._asking.refuse_too_many(many, tokens)
+            except UnansweredError as error:
+                self.run.rows.append(Row(PREFILL, SHUFFLED, tokens, {}, void=str(error)))
+            else:
+                await self._prefill_beside(tokens, many)
 
     async def _prefill_beside(self, tokens: int, many: int) -> None:
         asking, settings = self._asking, self.settings
-        await asking.refuse_too_many(many, tokens)
         read = [asking.prompt(f"{AT_ONCE}-{i}", tokens) for i in range(many)]
         prefilled = settings.prefills * settings.at_once_length
         async with self._row(PREFILL, SHUFFLED, tokens) as row:
@@ -414,6 +419,12 @@ class Measuring:
         row.foretold_bytes += found.bytes_predicted
         row.pieces += found.runs_moved or found.stock_descriptors
         row.wire_s += found.wire_s
+
+
+def read_lengths(settings: Settings) -> tuple[int, ...]:
+    """Of the prompts that D reads while P prefills."""
+    short, longest = settings.at_once_length, max(settings.lengths)
+    return (short, longest) if longest > short else (short,)
 
 
 def _ms(seconds: float) -> float:

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvferry.bench.machine import Machine
 from kvferry.bench.plot import Bar
-from kvferry.bench.serve.measure import ALONE, AT_ONCE, BUSY, CONSECUTIVE, DECODE, FIRST, PREFILL, RATE, SHUFFLED
+from kvferry.bench.serve.measure import ALONE, AT_ONCE, BUSY, CONSECUTIVE, DECODE, FIRST, PREFILL, RATE, SHUFFLED, read_lengths
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.stats import percentile
 from kvferry.bench.serve.trace import Steps, steps
@@ -84,7 +84,7 @@ def figures(settings: Settings) -> list[Figure]:
     out += [Figure(f"{title}, between tokens, {_SHARES[share]}", "ms", rate, "itl", share) for share in (P50, P99)]
     prefill = (PREFILL, SHUFFLED, settings.at_once_length)
     out.append(Figure("P's prefill, alone", "tokens/s", prefill, "alone", more_is_better=True))
-    for n in dict.fromkeys((settings.at_once_length, longest)):
+    for n in read_lengths(settings):
         read, title = (PREFILL, SHUFFLED, n), f"P's prefill, prompts of {n:,} being read"
         out.append(Figure(f"{title} ÷ alone", "", read, "read", P50, ("alone", P50), more_is_better=True))
         out.append(Figure(f"{title} ÷ D not reading", "", read, "read", P50, ("hits", P50), more_is_better=True))

@@ -22,7 +22,7 @@ VERSION: Final = 1
 
 class Settings(Struct, frozen=True):
     """What every arm is asked to do. Figures of unlike settings are not comparable. `traced`: the engines' steps are recorded,
-    which takes time of its own."""
+    which takes time of its own. `warmed`: a burst went before those that count."""
 
     model: str
     device: str
@@ -42,6 +42,7 @@ class Settings(Struct, frozen=True):
     prefix_caching: bool
     seed: int
     traced: bool = False
+    warmed: bool = False
 
 
 class Trace(Struct, frozen=True):
