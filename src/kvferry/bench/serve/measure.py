@@ -42,7 +42,7 @@ IN_TURNS: Final = "in-turns"
 SETTLE_S: Final = 0.3
 COUNTED_S: Final = 8.0
 ANSWERED: Final = 4
-ENDED_BESIDE: Final = "a request beside the loads ended before they did: give --repeats or --at-once less to do"
+ENDED_BESIDE: Final = "a request beside the loads ended before they did: make --repeats or --at-once smaller"
 FRESH: Final = 3
 """Hand-overs of a length on consecutive blocks: a pool has only so many that were never used."""
 
@@ -175,7 +175,9 @@ class Measuring:
             for turn in range(settings.rounds):
                 names = [asking.name(AT_ONCE, SHUFFLED, tokens, turn, i) for i in range(len(prompts))]
                 row.requests += names
-                wanted = await self._prefilled(names, prompts)
+                began = perf_counter()
+                wanted = await self._prefilled(names, prompts, settings.output)
+                asking.spans.append(Span(PREFILLS, began, perf_counter()))
                 async with asking.beside(turn) as beside:
                     await asyncio.sleep(SETTLE_S)
                     idle = perf_counter()
@@ -198,22 +200,19 @@ class Measuring:
         self.run.rows.append(decode)
 
     async def _warm(self, prompts: Sequence[Prompt]) -> None:
-        """A batch of so many new requests takes D some 10 ms longer the first time, whatever its connector: kernels are loaded
-        that nothing asked for before. One that has run for an hour has had it."""
+        """A batch of so many new requests takes D some 10 ms longer the first time, whatever its connector; one that has run
+        for an hour has had it."""
         asking = self._asking
-        wanted = await self._prefilled([asking.name("warm", i) for i in range(len(prompts))], prompts)
+        wanted = await self._prefilled([asking.name("warm", i) for i in range(len(prompts))], prompts, self.settings.output)
         async with asking.beside("warm"):
             await client.stream_all(asking.consumer.address, wanted)
 
-    async def _prefilled(self, names: Sequence[str], prompts: Sequence[Prompt]) -> list[tuple[str, bytes]]:
-        """What is asked of D after P has prefilled all of them, none of which D knows."""
-        asking = self._asking
-        began = perf_counter()
-        params = await asking.prefill_all(list(zip(names, prompts, strict=True)))
-        asking.spans.append(Span(PREFILLS, began, perf_counter()))
-        await asking.forget()
+    async def _prefilled(self, names: Sequence[str], prompts: Sequence[Prompt], new: int) -> list[tuple[str, bytes]]:
+        """What is asked of D, `new` tokens each, after P has prefilled all of them, none of which D knows."""
+        params = await self._asking.prefill_all(list(zip(names, prompts, strict=True)))
+        await self._asking.forget()
         return [
-            (name, body(prompt, self.settings.output, stream=True, params=given))
+            (name, body(prompt, new, stream=True, params=given))
             for name, prompt, given in zip(names, prompts, params, strict=True)
         ]
 
@@ -265,12 +264,7 @@ class Measuring:
                     continue
                 names = [asking.name(PREFILL, SHUFFLED, tokens, turn, i) for i in range(many)]
                 row.requests += names
-                params = await asking.prefill_all(list(zip(names, read, strict=True)))
-                await asking.forget()
-                loads = [
-                    (name, body(prompt, 2, stream=True, params=given))
-                    for name, prompt, given in zip(names, read, params, strict=True)
-                ]
+                loads = await self._prefilled(names, read, 2)
                 seconds, found = await self._prefills_beside(f"read-{tokens}-{turn}", loads, alone / many)
                 _add(row, "read", prefilled / seconds)
                 row.samples.setdefault("ttft", []).extend(_ms(it.first) for it in found)

@@ -53,8 +53,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     memory is; empty: on the device, or in host memory if vLLM's `kv_buffer_device` is cpu. `staging_bytes`: what a rank takes
     for it in all. `slot_s`: how long a consumer may leave what was gathered for it. `map_rings`: whether staging is mapped
     by consumers of this machine, and theirs here. `copy_programs`: how many programs of a GPU's kernel copy at a time.
-    `switch_s`: how long a thread of the engine's process keeps Python's lock while others want it, at
-    most; none given: see SWITCH_S.
+    `switch_s`: how long a thread of the engine's process keeps Python's lock while others want it, at most; None: by SWITCH_S.
     `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's names; empty: what suits transfers best.
     `progress_thread`, `posting_threads`, `sync`, `window`, `backend`, `backend_parameters`, `ucx`: see
     `kvferry.transport.NixlOptions`.
