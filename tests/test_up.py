@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 import kvferry
 from kvferry.cli import app
+from kvferry.cli import up as up_module
 from kvferry.engines.vllm.options import read_options
 from kvferry.errors import UpError
 from kvferry.fleet import server
@@ -374,6 +375,33 @@ def test_free_ports_are_given_out_once_and_none_that_somebody_has(monkeypatch):
         assert len({taken.getsockname()[1], *found}) == 23
         monkeypatch.setattr(server, "_tried", itertools.count(PORTS.index(taken.getsockname()[1])))
         assert free_port() != taken.getsockname()[1]
+
+
+def test_ports_that_were_told_are_not_given_out_though_nobody_has_them_yet(monkeypatch):
+    told = free_port(2)
+    monkeypatch.setattr(server, "_reserved", set())
+    monkeypatch.setattr(server, "_tried", itertools.count(PORTS.index(told)))
+    server.reserve(told, told + 1)
+    assert free_port() not in (told, told + 1)
+
+
+def test_an_engine_does_not_take_the_port_that_the_router_was_told_to_use(monkeypatch):
+    told, given = free_port(), []
+
+    def taken(host: str, url: str, port: int) -> Place:
+        raise UpError(f"{given}")
+
+    def usable(port: int, option: str) -> int:
+        given.append(port or free_port())
+        return given[-1]
+
+    monkeypatch.setattr(server, "_reserved", set())
+    monkeypatch.setattr(server, "_tried", itertools.count(PORTS.index(told)))
+    for name, stand_in in (("check_installed", lambda: None), ("usable", usable), ("Place", taken)):
+        monkeypatch.setattr(up_module, name, stand_in)
+    CliRunner().invoke(app, ["up", "m", "--device", "cpu", "--port", str(told), "--first-port", "0"])
+    assert len(given) == len(set(given)) == 3
+    assert given[-1] == told
 
 
 class TestProcesses:

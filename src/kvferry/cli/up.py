@@ -21,7 +21,7 @@ from rich.text import Text
 from kvferry.cli.output import show, write
 from kvferry.errors import UpError
 from kvferry.fleet.device import Device, found_device
-from kvferry.fleet.server import free_port
+from kvferry.fleet.server import free_port, reserve
 from kvferry.up import tiny as tiny_model
 from kvferry.up.commands import LOOPBACK, WILDCARD, Command, Place, curl, router, script
 from kvferry.up.engines import Role, engines, split_flags
@@ -83,6 +83,7 @@ def up_command(
         write(_printed(wanted, hosts, host, port or PORT, first_port or FIRST_PORT, more))
         return
     check_installed()
+    reserve(port, *(first_port + i for i, _ in enumerate(asked) if first_port))
     ports = [usable(first_port and first_port + i, "--first-port") for i, _ in enumerate(asked)]
     entry = Place(host, _reached(host), usable(port, "--port"))
     try:

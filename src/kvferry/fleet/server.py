@@ -26,6 +26,7 @@ POLL_SECONDS = 0.1
 HERE = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 _tried = itertools.count(random.SystemRandom().randrange(len(PORTS)))
+_reserved: set[int] = set()
 MODEL = "model"
 """The name under which every server serves its model."""
 
@@ -166,7 +167,14 @@ def free_port(neighbours: int = 1) -> int:
     raise ServerError(f"no {neighbours} free ports between {PORTS[0]} and {PORTS[-1]}")
 
 
+def reserve(*ports: int) -> None:
+    """None of them is given out from now on: somebody here was told to use them, and binds them later."""
+    _reserved.update(ports)
+
+
 def _is_free(port: int) -> bool:
+    if port in _reserved:
+        return False
     with socket.socket() as probe:
         try:
             probe.bind((HERE, port))
