@@ -336,6 +336,101 @@ def ends_once_pledged(there: Engine, here: Engine, params: dict[str, Any], late:
     rank.pledge = pledged
 
 
+def decoding(here: Engine) -> None:
+    """It has a step in flight whenever the next one is put together."""
+    here.scheduler.add_request(here.request("other", prompt(9), None, max_tokens=200))
+    here.step_until(lambda: here.scheduled["other"] > len(PROMPT))
+
+
+def loaded_beside(here: Engine, name: str) -> None:
+    """Until the load of a request is over, and nobody has been told."""
+    passage, deadline = here.connectors[0].worker._ferry._passage, time.monotonic() + 20
+    while name not in [outcome.request for outcome in passage.outcomes]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.usefixtures("_nearby")
+class TestBesideSteps:
+    @pytest.mark.parametrize("told", ["between two steps", "with a step"])
+    def test_what_has_been_loaded_is_computed_in_the_next_step_that_is_put_together(self, told: str) -> None:
+        with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
+            known(there, here)
+            decoding(here)
+            tokens, before = prompt(1), here.moved[0]["moved"]
+            params, earlier = prefilled(there, "r", tokens), here.begin()
+            here.scheduler.add_request(here.request("r", tokens, params))
+            first = here.begin()
+            assert here.waits_for_bytes("r")
+            here.end(*earlier)
+            if told == "with a step":
+                loaded_beside(here, "r")
+            second = here.begin()
+            if told == "between two steps":
+                loaded_beside(here, "r")
+            here.end(*first)
+            third = here.begin()
+            assert "r" in third[0].num_scheduled_tokens
+            here.end(*second)
+            here.end(*third)
+            here.idle()
+            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
+            assert here.moved[0]["moved"] > before
+            assert here.counted["loaded"] == 2
+            assert not here.reported["received"][0, "r"]
+            there.step_until(lambda: not there.scheduler.requests)
+
+    def test_what_nobody_asks_for_is_told_with_the_next_step(self) -> None:
+        with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
+            known(there, here)
+            decoding(here)
+            here.scheduler.add_request(here.request("r", prompt(1), prefilled(there, "r", prompt(1))))
+            steps = [here.begin()]
+            loaded_beside(here, "r")
+            steps += [here.begin(), here.begin()]
+            assert here.reported["received"][0, "r"] == 1
+            for step in steps:
+                here.end(*step)
+            here.step_until(lambda: "r" in here.outputs)
+            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
+            assert here.reported["received"][0, "r"] == 1
+
+    def test_a_load_that_failed_fails_its_request_and_no_other(self) -> None:
+        with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
+            known(there, here)
+            decoding(here)
+            params = prefilled(there, "r", prompt(1))
+            killed(there, params)
+            here.scheduler.add_request(here.request("r", prompt(1), params, max_tokens=4))
+            first = here.begin()
+            loaded_beside(here, "r")
+            here.end(*first)
+            here.step_until(lambda: "r" in here.outputs)
+            assert here.outputs["r"].finish_reason is FinishReason.ERROR
+            assert here.scheduled["r"] == 0
+            assert here.counted["failed"] == 1
+            assert "other" in here.scheduler.requests
+
+    def test_blocks_that_cannot_be_whole_are_not_found_by_their_hash(self) -> None:
+        pair = sides("gemma3", side(hma=True), side(hma=False, ahead=True), prefix_caching=True)
+        with engines(*pair) as (there, here):
+            known(there, here)
+            decoding(here)
+            tokens = prompt(1, 129)
+            params = prefilled(there, "r", tokens)
+            assert [place for place, block in enumerate(min(params["kvferry"]["blocks"].values())) if block == -1] == [0, 1]
+            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=8))
+            first = here.begin()
+            loaded_beside(here, "r")
+            here.end(*first)
+            here.step_until(lambda: here.scheduled["r"] > 2)
+            assert not here.reported["received"][0, "r"]
+            table = here.table("r", 128)[0][:4]
+            assert [here.pool.blocks[block].block_hash is None for block in table] == [True, True, False, False]
+            again = here.request("again", tokens, None)
+            assert here.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0
+
+
 @pytest.mark.usefixtures("_quick", "_nearby")
 class TestPledged:
     @pytest.mark.parametrize("policy", ["fail", "recompute"])

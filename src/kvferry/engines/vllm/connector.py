@@ -154,8 +154,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.orders(idle=not scheduler_output.total_num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        """vLLM takes up what has been loaded after this, also what was not when the step ended that this is the output of."""
         report = connector_output.kv_connector_worker_meta
-        self.scheduler.results(
+        connector_output.finished_recving = self.scheduler.results(
             connector_output.finished_sending or set(),
             connector_output.finished_recving or set(),
             connector_output.failed_recving or set(),

@@ -393,10 +393,14 @@ class SchedulerHalf:
             self._haste.forget(peer)
         return tuple(gone)
 
-    def results(self, sent: set[str], received: set[str], failed: set[str], report: Report | None) -> None:
-        """What all ranks have reported of leases and loads."""
+    def results(self, sent: set[str], received: set[str], failed: set[str], report: Report | None) -> set[str]:
+        """What all ranks have reported of leases and loads, and what a rank nearby has loaded since: vLLM runs what is returned
+        in the step that it puts together next."""
         self._producer.close_all(sent)
-        report = report or Report()
+        report, rank = report or Report(), rank_nearby(self._engine)
+        if rank is not None:
+            since, seen = rank.ended()
+            received, report = received | since, report.aggregate(seen)
         for identity, blocks in report.unhashable.items():
             decode = self._decodes.get(identity)
             if decode is not None:
@@ -404,9 +408,9 @@ class SchedulerHalf:
                 self._unhashable[identity] = decode
         for identity, seconds in report.seconds.items():
             self._learn(identity, seconds)
-        received, failed = received | report.ended, failed | report.failed
+        failed = failed | report.failed
         loaded = tokens = in_step = 0
-        for identity in received:
+        for identity in received | report.ended:
             decode = self._decodes.get(identity)
             if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
                 continue
@@ -429,6 +433,7 @@ class SchedulerHalf:
             self._stats.count("tokens", tokens)
         if in_step:
             self._stats.count("in_step", in_step)
+        return received
 
     def _learn(self, identity: str, seconds: float) -> None:
         decode = self._decodes.get(identity)

@@ -59,7 +59,8 @@ class WorkerHalf:
         self._grace_s = grace_s(kv_cache_config)
         self._refused: set[str] = set()
         self._in_step: dict[str, Load] = {}
-        self._idle = False
+        self._over: list[Outcome] = []
+        self._idle = self._asked = False
         self._closing = threading.Event()
         self._invalid: set[int] = set()
         self._report = Report()
@@ -157,7 +158,8 @@ class WorkerHalf:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose lease has ended, whose load is over, and those of the latter that failed; each one once. Of loads made
-        in this step, vLLM is told of the blocks that failed alone."""
+        in this step, vLLM is told of the blocks that failed alone. What the scheduler asks for (`ended`) is left to it once: it
+        hears of this step's results when the next one is under way."""
         sent = self._sent_by(time.monotonic())
         failed, self._refused = self._refused, set()
         received = set(failed)
@@ -168,7 +170,12 @@ class WorkerHalf:
         elif self._ferry is not None and self._idle:
             self._ferry.linger(LINGER_S)
         loaded: list[Outcome] = []
+        over, self._over = self._over, []
         for outcome in self._ferry.outcomes() if self._ferry is not None else ():
+            left = self._asked and not self._idle and not outcome.error and outcome.request not in in_step
+            (self._over if left else over).append(outcome)
+        self._asked = False
+        for outcome in over:
             load = in_step.get(outcome.request)
             if load is None:
                 received.add(outcome.request)
@@ -184,8 +191,19 @@ class WorkerHalf:
                 continue
             loaded.append(outcome)
         if loaded or in_step:
-            self._note(loaded, Report(ended=frozenset(in_step), failed=frozenset(lost)))
+            report = self._noted(loaded, Report(ended=frozenset(in_step), failed=frozenset(lost)))
+            self._report = self._report.aggregate(report)
         return sent, received, failed
+
+    def ended(self) -> tuple[set[str], Report]:
+        """Requests that have been loaded beside the steps by now, for a scheduler that is about to put a step together; what
+        failed vLLM hears of with a step's results alone."""
+        self._asked = True
+        over, self._over = [*self._over, *(self._ferry.outcomes() if self._ferry is not None else ())], []
+        loaded: list[Outcome] = []
+        for outcome in over:
+            (self._over if outcome.error or outcome.request in self._in_step else loaded).append(outcome)
+        return {outcome.request for outcome in loaded}, self._noted(loaded, Report())
 
     def _sent_by(self, now: float) -> set[str]:
         """Requests whose lease has ended, some grace ago."""
@@ -194,7 +212,7 @@ class WorkerHalf:
             out.add(self._sent.popleft()[1])
         return out
 
-    def _note(self, loaded: Sequence[Outcome], report: Report) -> None:
+    def _noted(self, loaded: Sequence[Outcome], report: Report) -> Report:
         for outcome in loaded:
             if outcome.anywhere:
                 report.seconds[outcome.request] = outcome.wire_s
@@ -203,7 +221,7 @@ class WorkerHalf:
                 report.unhashable[outcome.request] = blocks
         for name in COUNTED if loaded else ():
             self._stats.count(name, sum(map(attrgetter(name), loaded)))
-        self._report = self._report.aggregate(report)
+        return report
 
     def _unloaded(self, load: Load) -> set[int]:
         """The blocks that a load in its step was to write, and none that were there before: others may share those."""
