@@ -1078,3 +1078,22 @@ def test_how_a_producer_is_read_is_said_when_it_is_known(mapped, caplog):
     made.hand_in(made.load(made.lease()))
     assert errors(made.step(ENOUGH)) == [""]
     assert caplog.text.count("carried by") == 1
+
+
+def test_its_thread_is_prepared_before_it_touches_the_transport():
+    called: list[str] = []
+
+    class Told(InProcessTransport):
+        def notifications(self):
+            called.append(threading.current_thread().name)
+            return super().notifications()
+
+    def entering():
+        called.append("entering")
+        raise TransportError("no such call")
+
+    ferry = Ferry(Told("p", Harbour()), Words(2, Identity("P", "1", "m")), 0, lambda fills: None, entering=entering)
+    ferry.start()
+    until(lambda: len(called) > 1, "a call of the transport")
+    ferry.close()
+    assert called[:2] == ["entering", "kvferry-ferry"]

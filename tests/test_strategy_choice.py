@@ -83,6 +83,8 @@ class FakeMover:
     def zero(self, runs: Ints) -> Ticket:
         raise NotImplementedError
 
+    def enter(self) -> None: ...
+
     def precede_the_engine(self) -> None:
         raise NotImplementedError
 

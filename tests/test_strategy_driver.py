@@ -37,11 +37,17 @@ class Library:
         self.sizes = sizes
         self.launched: list[tuple[Any, ...]] = []
         self.status = 0
+        self.modes = [0]
 
     def __getattr__(self, name: str) -> Call:
         if name == "cuFuncGetParamInfo" and self.sizes is None:
             raise AttributeError(name)
-        answers = {"cuFuncGetParamInfo": self._parameter, "cuLaunchKernel": self._launch, "cuGetErrorString": self._words}
+        answers = {
+            "cuFuncGetParamInfo": self._parameter,
+            "cuLaunchKernel": self._launch,
+            "cuGetErrorString": self._words,
+            "cuThreadExchangeStreamCaptureMode": self._exchange,
+        }
         found = Call(answers.get(name, lambda *_: 0))
         setattr(self, name, found)
         return found
@@ -59,6 +65,11 @@ class Library:
         assert extra is None
         given = [ctypes.c_uint64.from_address(place).value for place in (ctypes.c_void_p * 8).from_address(places)]
         self.launched.append((*shape, given))
+        return self.status
+
+    def _exchange(self, mode: Any) -> int:
+        self.modes.append(mode._obj.value)
+        mode._obj.value = self.modes[-2]
         return self.status
 
     @staticmethod
@@ -142,3 +153,13 @@ def test_a_launch_that_fails_says_what_the_driver_says(monkeypatch: pytest.Monke
     library.status = 701
     with pytest.raises(TransportError, match="cuLaunchKernel: out of all things"):
         driver.launch(Launchable(None, FUNCTION, 512, 0), 1, 77, Arguments())
+
+
+def test_a_thread_that_stands_aside_is_bound_by_its_own_captures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, in place of CU_STREAM_CAPTURE_MODE_GLOBAL."""
+    driver, library = driver_of(monkeypatch, SIZES)
+    driver.stand_aside()
+    assert library.modes == [0, 1]
+    library.status = 1
+    with pytest.raises(TransportError, match="cuThreadExchangeStreamCaptureMode: out of all things"):
+        driver.stand_aside()

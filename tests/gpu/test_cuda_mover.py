@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -108,3 +109,34 @@ def test_what_is_no_handle_is_refused(mover: Any) -> None:
     for token in (b"", b"\x00" * 70, msgspec.msgpack.encode((b"x" * 64, 0)), msgspec.msgpack.encode((b"x" * 63, 0))):
         with pytest.raises(TransportError):
             mover.open(token, 1024)
+
+
+def test_a_thread_beside_the_engines_does_not_spoil_the_graph_that_it_captures(mover: Any, peer: Any) -> None:
+    """Engines capture graphs when they start, and meet producers meanwhile."""
+    address, theirs = peer
+    here = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    counter = torch.zeros(1, device="cuda")
+
+    def beside() -> None:
+        mover.enter()
+        for columns in COLUMNS:
+            form = Form(16, columns, ROWS[columns])
+            mover._ready.pop(form, None)
+            mover._warm(form)
+        pieces = torch.from_numpy(np.array([[address, here.data_ptr(), 1 << 16, 0, 1]], np.int64)).to("cuda")
+        table = np.zeros(1 << 15, np.int64)
+        table[: FIELDS + 2] = [0, 1, 1, FIELDS, 0, 0, 0]
+        bound = Bound(table, (Launch(Form(16, COLUMNS[0], ROWS[COLUMNS[0]]), 0, 1),), 1 << 20, 1)
+        assert wait(mover.start(pieces, bound)).moved == bound.bytes
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        counter += 1
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(beside).result()
+        counter += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert counter.item() == 2
+    assert np.array_equal(here.cpu().numpy(), theirs[: 1 << 20])

@@ -60,6 +60,7 @@ class Ferry:
     A load from a producer whose connection broke waits until nothing of that connection is under way, `patience_s` at most.
     `tended` is a transport that lets others read from this rank only while it is called, and `hurried` says when they wait for
     that: what they ask this rank to gather is begun, and seen to be complete, on this thread, in its calls of the transport.
+    `entering` is called on the ferry's thread before anything else.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class Ferry:
         clock: Callable[[], float] = time.monotonic,
         tended: bool = True,
         hurried: Callable[[], bool] = bool,
+        entering: Callable[[], None] = lambda: None,
     ) -> None:
         self._transport, self._words, self._rank = transport, words, rank
-        self._clock, self._tended, self._hurried = clock, tended, hurried
+        self._clock, self._tended, self._hurried, self._entering = clock, tended, hurried, entering
         self._commands: deque[Meeting | Load | PeerKey] = deque()
         self._passage = Passage(transport, words, rank, fill, patience_s, clock)
         self._links = self._passage.links
@@ -238,6 +240,10 @@ class Ferry:
         self._transport.close()
 
     def _run(self) -> None:
+        try:
+            self._entering()
+        except KVFerryError as error:
+            logger.error("rank %d: the ferry's thread was not prepared; it goes on: %s", self._rank, error)
         while not self._stop.is_set():
             try:
                 self.step()

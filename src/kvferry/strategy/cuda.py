@@ -114,6 +114,10 @@ class CudaMover:
         self._zeroing: Launchable | None = None
         self._warm_zero()
 
+    def enter(self) -> None:
+        self._driver.enter(self._index)
+        self._driver.stand_aside()
+
     def export(self, storage: Storage) -> bytes:
         self._driver.enter(self._index)
         base, _ = self._driver.allocation(storage.address)

@@ -18,6 +18,7 @@ HANDLE: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
 _NOT_READY: Final = 600
 _DEVICE_POINTER: Final = 3
+_OF_THIS_THREAD: Final = 1
 _WARP: Final = 32
 _ARGUMENTS: Final = 8
 _NOTHING: Final = (0,) * _ARGUMENTS
@@ -35,6 +36,7 @@ _CALLS: Final[Mapping[str, tuple[Any, ...]]] = {
     "cuCtxGetCurrent": (_AT,),
     "cuCtxSetCurrent": (_AT,),
     "cuDevicePrimaryCtxRetain": (_AT, ctypes.c_int),
+    "cuThreadExchangeStreamCaptureMode": (_AT,),
     "cuMemGetAddressRange_v2": (_AT, _AT, ctypes.c_uint64),
     "cuPointerGetAttribute": (_AT, ctypes.c_int, ctypes.c_uint64),
     "cuIpcGetMemHandle": (_AT, ctypes.c_uint64),
@@ -105,6 +107,12 @@ class Driver:
         if not context.value:
             self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
             self.call("cuCtxSetCurrent", context)
+
+    def stand_aside(self) -> None:
+        """Graphs that other threads capture are none of the calling thread's business from here on. Else whatever it asks of a
+        device spoils them, and fails."""
+        mode = ctypes.c_int(_OF_THIS_THREAD)
+        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def allocation(self, address: int) -> tuple[int, int]:
         """Where the allocation that holds an address begins, and its length."""

@@ -73,6 +73,10 @@ class Mover(Protocol):
     @property
     def memory(self) -> Literal["dram", "vram"]: ...
 
+    def enter(self) -> None:
+        """The calling thread, which is none of the engine's, is about to use it while the engine may be starting."""
+        ...
+
     def export(self, storage: Storage) -> bytes:
         """Raises TransportError where the storage cannot be mapped by others."""
         ...
@@ -106,6 +110,9 @@ class HostMover:
 
     def __init__(self) -> None:
         self._shared: list[SharedBytes] = []
+
+    def enter(self) -> None:
+        """Every thread may."""
 
     def share(self, shared: SharedBytes) -> None:
         """Storages that lie in `shared` can be exported from now on."""

@@ -77,6 +77,11 @@ class Wharf:
 
         return beside
 
+    def enter(self) -> None:
+        """The calling thread is about to use it beside the engine's."""
+        if self._mover is not None:
+            self._mover.enter()
+
     @property
     def on_device(self) -> bool:
         return self._mover is not None

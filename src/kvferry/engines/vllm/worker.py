@@ -80,7 +80,13 @@ class WorkerHalf:
         self._wharf, self._words = wharf, wharf.words
         filler = wharf.filler(kv_caches)
         ferry = self._ferry = Ferry(
-            wharf.transport, wharf.words, self._rank.ordinal, filler, tended=wharf.tended, hurried=lambda: wharf.hurried
+            wharf.transport,
+            wharf.words,
+            self._rank.ordinal,
+            filler,
+            tended=wharf.tended,
+            hurried=lambda: wharf.hurried,
+            entering=wharf.enter,
         )
         ferry.start()
         if self._is_whole_engine and wharf.on_device:
