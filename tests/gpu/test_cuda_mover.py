@@ -119,14 +119,14 @@ def test_a_thread_beside_the_engines_does_not_spoil_the_graph_that_it_captures(m
 
     def beside() -> None:
         mover.enter()
-        for columns in COLUMNS:
-            form = Form(16, columns, ROWS[columns])
-            mover._ready.pop(form, None)
-            mover._warm(form)
-        pieces = torch.from_numpy(np.array([[address, here.data_ptr(), 1 << 16, 0, 1]], np.int64)).to("cuda")
-        table = np.zeros(1 << 15, np.int64)
-        table[: FIELDS + 2] = [0, 1, 1, FIELDS, 0, 0, 0]
-        bound = Bound(table, (Launch(Form(16, COLUMNS[0], ROWS[COLUMNS[0]]), 0, 1),), 1 << 20, 1)
+        form = Form(16, COLUMNS[0], ROWS[COLUMNS[0]])
+        mover._ready.pop(form, None)
+        mover._warm(form)
+        with torch.cuda.stream(mover._stream):
+            pieces = torch.from_numpy(np.array([[address, here.data_ptr(), form.columns, 0, 1]], np.int64)).to("cuda")
+        offsets = np.arange(0, 1 << 20, form.width * form.columns, dtype=np.int64)
+        table = np.concatenate([np.array([0, 1, len(offsets), FIELDS, 3], np.int64), offsets, offsets])
+        bound = Bound(table, (Launch(form, 0, 1),), 1 << 20, len(offsets))
         assert wait(mover.start(pieces, bound)).moved == bound.bytes
 
     torch.cuda.synchronize()

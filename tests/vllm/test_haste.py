@@ -23,7 +23,6 @@ from kvferry.engines.vllm.haste import (
     GRACE_S,
     LOAD_S,
     LOADS_A_STEP,
-    LOADS_AT_FIRST,
     LOADS_BESIDE,
     SHORT_S,
     Haste,
@@ -205,8 +204,8 @@ class TestInAStep:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
-        monkeypatch.setattr(haste, "LOADS_AT_FIRST", 2)
         monkeypatch.setattr(haste, "LOAD_S", 1e9)
+        monkeypatch.setattr(haste, "FEW", 5)
         with engines(*sides("llama", side(), side())) as (there, here):
             acquainted(there, here)
             names = [f"r{i}" for i in range(5)]
@@ -221,9 +220,7 @@ class TestInAStep:
             there.step_until(lambda: not there.scheduler.requests)
             assert there.counted["released"] == len(names) + 1
 
-    def test_while_a_crowd_comes_in_fewer_are_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(haste, "LOADS_AT_FIRST", 2)
-        monkeypatch.setattr(haste, "LOAD_S", 1e9)
+    def test_while_a_crowd_comes_in_none_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(haste, "FEW", 3)
         with engines(*sides("llama", side(), side())) as (there, here):
             acquainted(there, here)
@@ -233,12 +230,11 @@ class TestInAStep:
             ordered: list[int] = []
             for _ in range(2):
                 here.step(lambda out: ordered.append(len(out.kv_connector_metadata.loads)))
-            assert ordered == [2, 2]
+            assert ordered == [0, 4]
             there.step_until(lambda: not there.scheduler.requests)
 
     def test_the_first_tokens_of_many_that_were_loaded_wait_for_no_other_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
-        monkeypatch.setattr(haste, "LOADS_AT_FIRST", 2)
         monkeypatch.setattr(haste, "LOAD_S", 1e9)
         monkeypatch.setattr(haste, "FEW", 1)
         monkeypatch.setattr("kvferry.engines.vllm.scheduler.looks_ahead", lambda config: True)
@@ -248,9 +244,9 @@ class TestInAStep:
                 params = prefilled(there, name, prompt(i, 40))
                 here.scheduler.add_request(here.request(name, prompt(i, 40), params, max_tokens=9))
             ordered: list[int] = []
-            for _ in range(4):
+            for _ in range(5):
                 here.step(lambda out: ordered.append(len(out.kv_connector_metadata.loads)))
-            assert ordered == [2, 0, 2, 0]
+            assert ordered == [0, 2, 0, 2, 0]
             here.step_until(lambda: not here.scheduler.requests)
             there.step_until(lambda: not there.scheduler.requests)
             assert (there.held, here.held) == (0, 0)
@@ -594,7 +590,7 @@ class TestHaste:
         assert not found.has_enough
 
     @pytest.mark.parametrize(("came", "crowd"), [(FEW, False), (FEW + 1, True)])
-    def test_while_many_come_in_a_step_takes_on_less_and_not_for_long(self, came: int, crowd: bool) -> None:
+    def test_while_many_come_in_a_step_takes_on_none_and_not_for_long(self, came: int, crowd: bool) -> None:
         found = Haste(True)
         most = []
         for _ in range(FIRST_STEPS + 2):
@@ -606,14 +602,17 @@ class TestHaste:
                 taken += 1
             most.append(taken)
             found.new_step()
-        first = LOADS_AT_FIRST if crowd else LOADS_A_STEP
-        assert most == [first] * FIRST_STEPS + [LOADS_A_STEP] * 2
+        assert most == [0 if crowd else LOADS_A_STEP] * FIRST_STEPS + [LOADS_A_STEP] * 2
         found.new_step()
         for _ in range(FEW + 1):
             found.came()
-        for _ in range(LOADS_AT_FIRST):
-            found.took(PEER, 1, True)
         assert found.has_enough
+
+    def test_an_engine_that_never_loads_in_a_step_waits_for_no_crowd(self) -> None:
+        found = Haste(False)
+        for _ in range(FEW + 1):
+            found.came()
+        assert not found.has_enough
 
     def test_crowds_that_come_with_every_other_step_are_not_kept_waiting_for_long(self) -> None:
         found = Haste(True, ahead=True)

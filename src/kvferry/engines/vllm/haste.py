@@ -27,10 +27,9 @@ requests are launched, and may take as long as that."""
 LOADS_A_STEP: Final = 24
 """Loads that one step takes on at least, in haste or not, unless it takes on none: of those that come together, the first need
 not wait until the last are ordered, and who decodes beside them waits for a few only."""
-LOADS_AT_FIRST: Final = 8
-"""The same while many requests come in. vLLM takes them in on another thread, and until that has done with Python's lock a step
-takes as long as both: for so many steps it has little to do of its own."""
 FIRST_STEPS: Final = 2
+"""While many requests come in, for so many steps at most, a step takes on none. vLLM takes them in on another thread, and until
+that has done with Python's lock a step takes as long as both."""
 LOADS_BESIDE: Final = 64
 """The same where loads are never made in a step: it only begins them, and all that begin together are computed together."""
 LOAD_S: Final = 0.0005
@@ -112,15 +111,10 @@ class Haste:
     @property
     def has_enough(self) -> bool:
         """Whether the step has taken on as many loads as it should."""
-        if self._rests or self._taken < self._least:
-            return self._rests
-        return self._taken >= min(self._gaps, default=0.0) / LOAD_S
-
-    @property
-    def _least(self) -> int:
-        if not self._possible:
-            return LOADS_BESIDE
-        return LOADS_AT_FIRST if self._came > FEW and self._crowded < FIRST_STEPS else LOADS_A_STEP
+        if self._rests or (self._possible and self._came > FEW and self._crowded < FIRST_STEPS):
+            return True
+        least = LOADS_A_STEP if self._possible else LOADS_BESIDE
+        return self._taken >= max(least, min(self._gaps, default=0.0) / LOAD_S)
 
     def came(self) -> None:
         """A request that may be loaded came in."""
