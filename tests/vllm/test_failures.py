@@ -28,7 +28,7 @@ from crossing.compare import difference
 from crossing.engine import Engine
 from kvferry.fleet import legs
 from kvferry.fleet.legs import Answer, Leg, Prompt, prompt
-from kvferry.fleet.patches import ASYNCHRONOUS, IN_STEP
+from kvferry.fleet.patches import ASYNCHRONOUS, IN_STEP, NEARBY
 from kvferry.fleet.server import Server, free_port
 from kvferry.fleet.zygote import Zygote
 from kvferry.session.reference import Reference, seal
@@ -713,6 +713,31 @@ def test_states_that_are_loaded_in_their_step_are_exact(fleet: Fleet, truth: Tru
     seen = assert_loads(consumer, before, loaded=2 * len(prompts))
     assert seen.tokens == 2 * sum(len(tokens) - 1 for tokens in prompts)
     assert seen.in_step >= len(prompts)
+    all_given_back(producer)
+    all_given_back(consumer)
+
+
+@pytest.mark.parametrize(("model", "strategies"), [("llama", ["direct"]), ("nemotron-h", ["packed"])])
+def test_what_is_loaded_beside_steps_that_compute_is_exact(
+    fleet: Fleet, truth: Truth, model: str, strategies: list[str]
+) -> None:
+    """By a rank that says so before the next step is put together."""
+    settings = {**QUICK, "strategies": strategies}
+    beside = ours(fleet, model, "beside", settings=settings, environment=((NEARBY, "1"),))
+    producer, consumer = fleet.up(ours(fleet, model, "P", settings=settings), beside)
+    prompts = [prompt(length, 90 + length) for length in (17, 64, 65, 211, 300, 500)]
+    wanted = [truth.of(producer, tokens) for tokens in prompts]
+    before = meter(consumer)
+    with ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(legs.cross, producer, consumer, prompt(40, 90), max_new=200)
+        for tokens, right in zip(prompts, wanted, strict=True):
+            assert_right(legs.cross(producer, consumer, tokens).decode, right)
+        for got, right in zip(legs.cross_all(producer, consumer, prompts), wanted, strict=True):
+            assert_right(got.decode, right)
+        assert decoding.result().decode.good
+    seen = assert_loads(consumer, before, loaded=2 * len(prompts) + 1)
+    assert seen.tokens == 2 * sum(len(tokens) - 1 for tokens in prompts) + 39
+    assert seen.in_step == 0
     all_given_back(producer)
     all_given_back(consumer)
 

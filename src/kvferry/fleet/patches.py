@@ -31,6 +31,9 @@ WIDE_WEIGHTS = "FLEET_WIDE_WEIGHTS"
 LAST_TOKEN_APART = "FLEET_LAST_TOKEN_APART"
 """The variable that has an engine compute a prompt in the steps of a pair: all tokens but the last, and then that one."""
 
+NEARBY = "FLEET_NEARBY"
+"""The variable that has a rank on a CPU take its orders with the step's, and say at once what it has loaded, as one on a GPU
+does."""
 IN_STEP = "FLEET_IN_STEP"
 """The variable that has an engine on a CPU load in its steps, as one on a GPU does out of mapped memory."""
 
@@ -78,6 +81,8 @@ def apply_ordered() -> None:
         _widen_dummy_weights()
     if os.environ.get(LAST_TOKEN_APART):
         _compute_last_tokens_apart()
+    if os.environ.get(NEARBY):
+        _stay_nearby()
     if os.environ.get(IN_STEP):
         _load_in_steps()
     if os.environ.get(FIRST_TUNING):
@@ -101,13 +106,20 @@ def _switch_threads_after(seconds: float) -> None:
     EngineCore.__init__ = begin
 
 
-def _load_in_steps() -> None:
-    """Whatever is connected counts as mapped and quick, and a rank of a CPU has its orders with the step's. Words are read to
-    be seen. The forward pass, which no stream holds back here, waits for its loads."""
-    from kvferry.engines.vllm.haste import Haste
+def _stay_nearby() -> None:
+    """The forward pass, which no stream holds back here, waits for its loads."""
     from kvferry.engines.vllm.wharf import Wharf
+
+    Wharf.on_device = property(lambda self: True)  # type: ignore[assignment]
+    Wharf.holds_the_engine_back = lambda self: False  # type: ignore[method-assign]
+
+
+def _load_in_steps() -> None:
+    """Whatever is connected counts as mapped and quick. Words are read to be seen."""
+    from kvferry.engines.vllm.haste import Haste
     from kvferry.session import links
 
+    _stay_nearby()
     connect, saw = links.Links.connect, Haste.saw
 
     def anywhere(self: Any, peer: Any) -> Any:
@@ -118,8 +130,6 @@ def _load_in_steps() -> None:
     links.Links.connect = anywhere  # type: ignore[method-assign]
     links.Links.stands = stands_as_read  # type: ignore[method-assign,assignment]
     Haste.saw = lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6)  # type: ignore[method-assign]
-    Wharf.on_device = property(lambda self: True)  # type: ignore[assignment]
-    Wharf.holds_the_engine_back = lambda self: False  # type: ignore[method-assign]
 
 
 def stands_as_read(links: Any, link: Any, lease: Any) -> bool:

@@ -57,7 +57,8 @@ def where_marked() -> None:
     """Once a process, before any engine; forked children inherit it."""
     from kvferry.engines.vllm.worker import WorkerHalf
 
-    register, begin, step, results = WorkerHalf.register, WorkerHalf.begin, WorkerHalf.step, WorkerHalf.results
+    register, begin, step = WorkerHalf.register, WorkerHalf.begin, WorkerHalf.step
+    results, ended = WorkerHalf.results, WorkerHalf.ended
 
     def registering(self: Any, kv_caches: Mapping[str, Any]) -> None:
         self.spoiled, self.turned, self.caches = {}, set(), kv_caches
@@ -83,8 +84,14 @@ def where_marked() -> None:
         _spoil(self, received - failed)
         return sent, received, failed
 
+    def ending_beside(self: Any) -> Any:
+        loaded, report = ended(self)
+        _spoil(self, loaded)
+        return loaded, report
+
     WorkerHalf.register, WorkerHalf.begin = registering, beginning  # type: ignore[method-assign]
     WorkerHalf.step, WorkerHalf.results = stepping, ending  # type: ignore[method-assign]
+    WorkerHalf.ended = ending_beside  # type: ignore[method-assign]
 
 
 def exchanged(meeting: Meeting, rank: int) -> Meeting | None:
