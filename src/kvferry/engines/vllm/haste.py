@@ -24,7 +24,7 @@ from kvferry.session import PeerKey
 SHORT_S: Final = 0.008
 """All copies that one step may wait for: about a decode step of a small model. Copies of many loads are made while their
 requests are launched, and may take as long as that."""
-LOADS_A_STEP: Final = 24
+LOADS_A_STEP: Final = 16
 """Loads that one step takes on at least, in haste or not, unless it takes on none: of those that come together, the first need
 not wait until the last are ordered, and who decodes beside them waits for a few only."""
 FIRST_STEPS: Final = 2

@@ -20,7 +20,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 RETRY_S: Final = 0.25
 """Between two tries to meet a named peer that is not there yet."""
 
-SWITCH_S: Final = {"cuda": 0.00005}
+SWITCH_S: Final = {"cuda": 0.0001}
 """`switch_s` by device. On a GPU the engine's thread lets go of the lock with every kernel that it launches, and waits so long
 to have it back while vLLM's other thread takes in requests. On a CPU its steps compute, and Python's own 5 ms do."""
 
