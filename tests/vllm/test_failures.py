@@ -28,7 +28,7 @@ from crossing.compare import difference
 from crossing.engine import Engine
 from kvferry.fleet import legs
 from kvferry.fleet.legs import Answer, Leg, Prompt, prompt
-from kvferry.fleet.patches import ASYNCHRONOUS, IN_STEP, NEARBY
+from kvferry.fleet.patches import ASYNCHRONOUS, IN_STEP, NEARBY, TOLD
 from kvferry.fleet.server import Server, free_port
 from kvferry.fleet.zygote import Zygote
 from kvferry.session.reference import Reference, seal
@@ -738,6 +738,7 @@ def test_what_is_loaded_beside_steps_that_compute_is_exact(
     seen = assert_loads(consumer, before, loaded=2 * len(prompts) + 1)
     assert seen.tokens == 2 * sum(len(tokens) - 1 for tokens in prompts) + 39
     assert seen.in_step == 0
+    assert TOLD in consumer.log.read_text()
     all_given_back(producer)
     all_given_back(consumer)
 

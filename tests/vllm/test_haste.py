@@ -4,6 +4,8 @@ of mapped memory are."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,7 @@ from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import SessionError
 from kvferry.fleet.patches import stands_as_read
-from kvferry.session import Lease, PeerKey
+from kvferry.session import Lease, Outcome, PeerKey
 from kvferry.session.links import Links
 
 pytestmark = pytest.mark.vllm
@@ -119,6 +121,42 @@ class TestInAStep:
         with engines(*sides("llama", side(), side())) as (there, here):
             here.scheduler.add_request(here.request("r", PROMPT, prefilled(there, "r", PROMPT)))
             here.step_until(lambda: here.waits_for_bytes("r"))
+
+    @pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+    @pytest.mark.parametrize("ending", ["preempted", "aborted"])
+    def test_what_is_lost_in_a_step_of_a_request_that_leaves_it_is_not_taken_for_right(self, ending: str, role: str) -> None:
+        """Neither its token nor its blocks, nor what was computed after them: before its loss is told it is preempted, to be
+        computed anew, or aborted."""
+        consumer = side(prefix_caching=True, ahead=True, blocks=60, role=role)
+        with engines(*sides("llama", side(), consumer)) as (there, here):
+            acquainted(there, here)
+            here.scheduler.add_request(here.request("other", prompt(9, 64), None, max_tokens=9))
+            zeroth = here.begin()
+            tokens = prompt(2, 161)
+            params = prefilled(there, "x", tokens[:97])
+            killed(there, params)
+            here.scheduler.add_request(here.request("x", tokens, params))
+            first = here.begin()
+            assert here.status("x") is RequestStatus.RUNNING
+            assert here.scheduled["x"] == 65
+            here.end(*zeroth)
+            taken = []
+            if ending == "preempted":
+                taken = here.pool.get_new_blocks(here.pool.get_num_free_blocks())
+            else:
+                here.scheduler.finish_requests("x", RequestStatus.FINISHED_ABORTED)
+            second = here.begin()
+            assert here.status("x") is (RequestStatus.PREEMPTED if taken else None)
+            here.end(*first)
+            assert "x" not in here.outputs
+            assert here.scheduler.kv_cache_manager.get_computed_blocks(here.request("again", tokens, None))[1] == 0
+            here.end(*second)
+            here.pool.free_blocks(taken)
+            if ending == "preempted":
+                here.step_until(lambda: "x" in here.outputs)
+                assert here.outputs["x"].finish_reason is FinishReason.LENGTH
+                assert here.scheduled["x"] == 65 + len(tokens)
+            assert not here.connector.scheduler._decodes or ending == "preempted"
 
     @pytest.mark.parametrize("ahead", [False, True])
     def test_a_load_that_fails_in_its_step_fails_its_request_and_nothing_of_the_next_step_is_taken(self, ahead: bool) -> None:
@@ -332,10 +370,20 @@ def ends_once_pledged(there: Engine, here: Engine, params: dict[str, Any], late:
     rank.pledge = pledged
 
 
-def decoding(here: Engine) -> None:
-    """It has a step in flight whenever the next one is put together."""
-    here.scheduler.add_request(here.request("other", prompt(9), None, max_tokens=200))
-    here.step_until(lambda: here.scheduled["other"] > len(PROMPT))
+def computing(here: Engine) -> tuple[Any, list[Any]]:
+    """A step in which something is computed, also while others are in flight."""
+    name = f"computed {len(here.scheduled)}"
+    here.scheduler.add_request(here.request(name, prompt(9, 10), None))
+    step = here.begin()
+    assert name in step[0].num_scheduled_tokens
+    return step
+
+
+@contextmanager
+def held_up(here: Engine) -> Iterator[None]:
+    """Nothing is loaded beside the steps until the end of this."""
+    with here.connectors[0].worker._ferry._turn:
+        yield
 
 
 def loaded_beside(here: Engine, name: str) -> None:
@@ -352,18 +400,17 @@ class TestBesideSteps:
     def test_what_has_been_loaded_is_computed_in_the_next_step_that_is_put_together(self, told: str) -> None:
         with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
             known(there, here)
-            decoding(here)
+            earlier = computing(here)
             tokens, before = prompt(1), here.moved[0]["moved"]
-            params, earlier = prefilled(there, "r", tokens), here.begin()
+            params = prefilled(there, "r", tokens)
             here.scheduler.add_request(here.request("r", tokens, params))
-            first = here.begin()
-            assert here.waits_for_bytes("r")
-            here.end(*earlier)
-            if told == "with a step":
-                loaded_beside(here, "r")
-            second = here.begin()
-            if told == "between two steps":
-                loaded_beside(here, "r")
+            with held_up(here):
+                first = computing(here)
+                assert here.waits_for_bytes("r")
+                here.end(*earlier)
+                second = computing(here) if told == "between two steps" else None
+            loaded_beside(here, "r")
+            second = second or computing(here)
             here.end(*first)
             third = here.begin()
             assert "r" in third[0].num_scheduled_tokens
@@ -376,14 +423,16 @@ class TestBesideSteps:
             assert not here.reported["received"][0, "r"]
             there.step_until(lambda: not there.scheduler.requests)
 
-    def test_what_nobody_asks_for_is_told_with_the_next_step(self) -> None:
+    def test_what_nobody_asked_for_since_the_last_step_is_told_with_the_next(self) -> None:
         with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
             known(there, here)
-            decoding(here)
-            here.scheduler.add_request(here.request("r", prompt(1), prefilled(there, "r", prompt(1))))
-            steps = [here.begin()]
+            steps = [computing(here)]
+            params = prefilled(there, "r", prompt(1))
+            here.scheduler.add_request(here.request("r", prompt(1), params))
+            with held_up(here):
+                steps.append(computing(here))
             loaded_beside(here, "r")
-            steps += [here.begin(), here.begin()]
+            steps.append(computing(here))
             assert here.reported["received"][0, "r"] == 1
             for step in steps:
                 here.end(*step)
@@ -391,32 +440,103 @@ class TestBesideSteps:
             assert here.outputs["r"].finish_reason is FinishReason.LENGTH
             assert here.reported["received"][0, "r"] == 1
 
-    def test_a_load_that_failed_fails_its_request_and_no_other(self) -> None:
+    @pytest.mark.parametrize("computes", [False, True])
+    def test_after_a_step_in_which_nothing_was_computed_nothing_is_left_to_be_asked_for(self, computes: bool) -> None:
+        """vLLM need not look at the results of such a step."""
         with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
             known(there, here)
-            decoding(here)
+            params = prefilled(there, "r", prompt(1))
+            here.scheduler.add_request(here.request("r", prompt(1), params))
+            with held_up(here):
+                here.step()
+                assert here.waits_for_bytes("r")
+            loaded_beside(here, "r")
+            step = computing(here) if computes else here.begin()
+            assert here.reported["received"][0, "r"] == 1
+            here.end(*step)
+            here.step_until(lambda: "r" in here.outputs)
+
+    def test_a_load_that_failed_is_told_with_the_next_step_and_fails_its_request_alone(self) -> None:
+        with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
+            known(there, here)
+            earlier = computing(here)
             params = prefilled(there, "r", prompt(1))
             killed(there, params)
             here.scheduler.add_request(here.request("r", prompt(1), params, max_tokens=4))
-            first = here.begin()
+            with held_up(here):
+                first = computing(here)
+                here.end(*earlier)
             loaded_beside(here, "r")
+            second = computing(here)
+            assert (0, "r") in here.failed
             here.end(*first)
+            here.end(*second)
             here.step_until(lambda: "r" in here.outputs)
             assert here.outputs["r"].finish_reason is FinishReason.ERROR
             assert here.scheduled["r"] == 0
             assert here.counted["failed"] == 1
-            assert "other" in here.scheduler.requests
+
+    @pytest.mark.usefixtures("_quick")
+    def test_who_shares_blocks_of_a_load_that_was_lost_in_its_step_fails_with_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also if it was loaded beside that step, and may not run in the next for want of a block."""
+        allows = Haste.allows
+        monkeypatch.setattr(
+            Haste, "allows", lambda self, request, *rest: request.request_id == "x" and allows(self, request, *rest)
+        )
+        with engines(*sides("llama", side(), side(prefix_caching=True, ahead=True, blocks=60))) as (there, here):
+            known(there, here)
+            before, earlier = computing(here), computing(here)
+            here.end(*before)
+            short = prompt(2, 97)
+            longer = [*short[:96], *prompt(5, 65)]
+            params = {name: prefilled(there, name, tokens) for name, tokens in (("x", short), ("r", longer))}
+            killed(there, params["x"])
+            for name, tokens in (("x", short), ("r", longer)):
+                here.scheduler.add_request(here.request(name, tokens, params[name], max_tokens=4))
+            first = here.begin()
+            shared = [set(here.scheduler.kv_cache_manager.get_block_ids(name)[0]) for name in ("x", "r")]
+            assert shared[0] & shared[1]
+            worker = here.connectors[0].worker
+            deadline = time.monotonic() + 20
+            while worker._ferry._passage.under_way or worker._ferry._commands:
+                assert time.monotonic() < deadline
+                worker._ferry._lent_move_on()
+            here.end(*earlier)
+            taken = here.pool.get_new_blocks(here.pool.get_num_free_blocks())
+            second = here.begin()
+            here.end(*first)
+            here.pool.free_blocks(taken)
+            here.end(*second)
+            ended = lambda: all(name in here.outputs and here.outputs[name].finish_reason for name in ("x", "r"))  # noqa: E731
+            here.step_until(ended)
+            assert [here.outputs[name].finish_reason for name in ("x", "r")] == [FinishReason.ERROR] * 2
+            assert here.scheduled["r"] == 0
+
+    @pytest.mark.usefixtures("_quick")
+    def test_nothing_is_told_while_a_load_in_its_step_may_be_lost(self) -> None:
+        with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
+            known(there, here)
+            worker = here.connectors[0].worker
+            here.scheduler.add_request(here.request("x", prompt(3), prefilled(there, "x", prompt(3))))
+            told: list[tuple[set[str], Report]] = []
+            worker._over.append(Outcome("r"))
+            here.begin(lambda out: told.append(worker.loaded()))
+            assert told == [(set(), Report())]
+            worker._over.append(Outcome("r"))
+            assert worker.loaded() == ({"r"}, Report())
 
     def test_blocks_that_cannot_be_whole_are_not_found_by_their_hash(self) -> None:
         pair = sides("gemma3", side(hma=True), side(hma=False, ahead=True), prefix_caching=True)
         with engines(*pair) as (there, here):
             known(there, here)
-            decoding(here)
+            earlier = computing(here)
             tokens = prompt(1, 129)
             params = prefilled(there, "r", tokens)
             assert [place for place, block in enumerate(min(params["kvferry"]["blocks"].values())) if block == -1] == [0, 1]
             here.scheduler.add_request(here.request("r", tokens, params, max_tokens=8))
-            first = here.begin()
+            with held_up(here):
+                first = computing(here)
+                here.end(*earlier)
             loaded_beside(here, "r")
             here.end(*first)
             here.step_until(lambda: here.scheduled["r"] > 2)
@@ -591,7 +711,8 @@ class TestHaste:
 
     @pytest.mark.parametrize(("came", "crowd"), [(FEW, False), (FEW + 1, True)])
     def test_while_many_come_in_a_step_takes_on_none_and_not_for_long(self, came: int, crowd: bool) -> None:
-        found = Haste(True)
+        found = Haste(True, lambda: 0.0)
+        found.new_step()
         most = []
         for _ in range(FIRST_STEPS + 2):
             for _ in range(came):
@@ -608,11 +729,27 @@ class TestHaste:
             found.came()
         assert found.has_enough
 
-    def test_an_engine_that_never_loads_in_a_step_waits_for_no_crowd(self) -> None:
-        found = Haste(False)
+    @pytest.mark.parametrize(("possible", "idle"), [(False, False), (True, True)])
+    def test_nobody_waits_for_a_crowd_where_loads_are_never_in_a_step_or_nobody_decodes(
+        self, possible: bool, idle: bool
+    ) -> None:
+        found = Haste(possible)
+        found.new_step(idle)
         for _ in range(FEW + 1):
             found.came()
         assert not found.has_enough
+
+    @pytest.mark.parametrize(("came", "crowd"), [(30, False), (31, True)])
+    def test_beside_a_long_step_more_requests_are_no_crowd(self, came: int, crowd: bool) -> None:
+        now = [0.0]
+        found = Haste(True, lambda: now[0])
+        for _ in range(3):
+            found.new_step()
+            now[0] += 60 * LOAD_S
+        found.new_step()
+        for _ in range(came):
+            found.came()
+        assert found.has_enough == crowd
 
     def test_crowds_that_come_with_every_other_step_are_not_kept_waiting_for_long(self) -> None:
         found = Haste(True, ahead=True)

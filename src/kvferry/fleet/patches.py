@@ -5,6 +5,7 @@ On a CPU: tiny engines on few cores. On a GPU nothing that a user's engine does 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import os
 import pickle
@@ -18,6 +19,8 @@ from typing import Any, TypeVar
 
 from kvferry.fleet import blocks, namespaces, one_gpu, spoiled, steps
 from kvferry.fleet.device import Device
+
+logger = logging.getLogger("kvferry.fleet")
 
 NAP_SECONDS = 0.0001
 ASYNCHRONOUS = "FLEET_ASYNC_SCHEDULING"
@@ -34,6 +37,8 @@ LAST_TOKEN_APART = "FLEET_LAST_TOKEN_APART"
 NEARBY = "FLEET_NEARBY"
 """The variable that has a rank on a CPU take its orders with the step's, and say at once what it has loaded, as one on a GPU
 does."""
+TOLD = "loaded since the last step"
+"""What such a rank's log says of it."""
 IN_STEP = "FLEET_IN_STEP"
 """The variable that has an engine on a CPU load in its steps, as one on a GPU does out of mapped memory."""
 
@@ -109,7 +114,17 @@ def _switch_threads_after(seconds: float) -> None:
 def _stay_nearby() -> None:
     """The forward pass, which no stream holds back here, waits for its loads."""
     from kvferry.engines.vllm.wharf import Wharf
+    from kvferry.engines.vllm.worker import WorkerHalf
 
+    loaded = WorkerHalf.loaded
+
+    def telling(self: Any) -> Any:
+        received, report = loaded(self)
+        if received:
+            logger.info("%s: %s", TOLD, ", ".join(sorted(received)))
+        return received, report
+
+    WorkerHalf.loaded = telling  # type: ignore[method-assign]
     Wharf.on_device = property(lambda self: True)  # type: ignore[assignment]
     Wharf.holds_the_engine_back = lambda self: False  # type: ignore[method-assign]
 

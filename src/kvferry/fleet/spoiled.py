@@ -58,7 +58,7 @@ def where_marked() -> None:
     from kvferry.engines.vllm.worker import WorkerHalf
 
     register, begin, step = WorkerHalf.register, WorkerHalf.begin, WorkerHalf.step
-    results, ended = WorkerHalf.results, WorkerHalf.ended
+    results, loaded = WorkerHalf.results, WorkerHalf.loaded
 
     def registering(self: Any, kv_caches: Mapping[str, Any]) -> None:
         self.spoiled, self.turned, self.caches = {}, set(), kv_caches
@@ -85,13 +85,13 @@ def where_marked() -> None:
         return sent, received, failed
 
     def ending_beside(self: Any) -> Any:
-        loaded, report = ended(self)
-        _spoil(self, loaded)
-        return loaded, report
+        received, report = loaded(self)
+        _spoil(self, received)
+        return received, report
 
     WorkerHalf.register, WorkerHalf.begin = registering, beginning  # type: ignore[method-assign]
     WorkerHalf.step, WorkerHalf.results = stepping, ending  # type: ignore[method-assign]
-    WorkerHalf.ended = ending_beside  # type: ignore[method-assign]
+    WorkerHalf.loaded = ending_beside  # type: ignore[method-assign]
 
 
 def exchanged(meeting: Meeting, rank: int) -> Meeting | None:

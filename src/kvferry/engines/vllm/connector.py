@@ -64,6 +64,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         that ended inside a block leaves behind. Where nothing is loaded after all, vLLM goes back to where all groups agree."""
         return only_states_lag(self._kv_cache_config.kv_cache_groups)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Then vLLM does not deliver what a step computed of a request that was preempted meanwhile: also its load in that step
+        may have been lost, which vLLM would not see any more."""
+        return super().requires_kv_delivery or self.scheduler.can_undo
+
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Block-outermost on CUDA: all layers of a block are one run. Elsewhere backends restrict it, and head-major makes a

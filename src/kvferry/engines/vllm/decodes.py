@@ -9,7 +9,7 @@ Each of them goes this way:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -35,7 +35,8 @@ class Stage(Enum):
 class Decode:
     """A request that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
     `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
-    part of. `in_step`: it is loaded in the step that first computes it, and `pledged` until then if it must not fail there."""
+    part of. `in_step`: it is loaded in the step that first computes it, and `pledged` until then if it must not fail there;
+    its `blocks` are found by their hash before that, and so is what is computed after them."""
 
     family: str
     unread: Mapping[str, Any] | None = None
@@ -46,6 +47,7 @@ class Decode:
     stage: Stage = Stage.WAITING
     in_step: bool = False
     pledged: float = -math.inf
+    blocks: Sequence[Sequence[int]] = ()
     counted: bool = False
     loaded: int = 0
     unhashable: frozenset[int] = frozenset()

@@ -1,12 +1,12 @@
 """Which loads are made in the very step that orders them, so that their requests are computed in it too.
 
-vLLM lets a request that waits for a load run two steps after the one in which the load ended; for a copy that takes less than a
-step that is most of what a hand-over costs. A load in a step holds up everybody else in it, and what fails of it must be undone
-after the step has begun. So only loads that are known to be short are made so: out of memory that is mapped, at the pace that
-was seen before; and only where vLLM undoes them whole: it fails requests by their blocks, which one group of blocks allows, and
-takes nothing of a failed request's next step where it fails rather than recomputes it. Or where nothing can fail: where the
-producer pledges to leave its blocks alone for longer than the copies take, whatever becomes of the lease. vLLM asks of such a
-connector that it fail the whole step otherwise, and that is what happens if the time is over and the lease too.
+vLLM lets a request that waits for a load run a step after the one in which the load ended, or two; for a copy that takes less
+than a step that is most of what a hand-over costs. A load in a step holds up everybody else in it, and what fails of it must be
+undone after the step has begun. So only loads that are known to be short are made so: out of memory that is mapped, at the pace
+that was seen before; and only where vLLM undoes them whole: it fails requests by their blocks, which one group of blocks
+allows, and takes nothing of a failed request's next step where it fails rather than recomputes it. Or where nothing can fail:
+where the producer pledges to leave its blocks alone for longer than the copies take, whatever becomes of the lease. vLLM asks
+of such a connector that it fail the whole step otherwise, and that is what happens if the time is over and the lease too.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ requests are launched, and may take as long as that."""
 LOADS_A_STEP: Final = 16
 """Loads that one step takes on at least, in haste or not, unless it takes on none: of those that come together, the first need
 not wait until the last are ordered, and who decodes beside them waits for a few only."""
-FIRST_STEPS: Final = 2
-"""While many requests come in, for so many steps at most, a step takes on none. vLLM takes them in on another thread, and until
-that has done with Python's lock a step takes as long as both."""
 LOADS_BESIDE: Final = 64
 """The same where loads are never made in a step: it only begins them, and all that begin together are computed together."""
 LOAD_S: Final = 0.0005
-"""About what a load costs the engine's thread: a long step takes on as many as would double it."""
+"""About what a load costs the engine's thread: a long step takes on as many as would double it. And about what a request costs
+the thread that takes it in."""
 FEW: Final = 4
 """Loads that do not hold up a step to speak of, and requests that are no crowd."""
+FIRST_STEPS: Final = 2
+"""While a crowd comes in, requests that take half a step to be taken in or longer, a step takes on none, for so many steps at
+most. vLLM takes them in on another thread, and until that has done with Python's lock a step takes as long as both."""
 GRACE_S: Final = 0.25
 """Many times what passes from when a lease is seen to stand until its copies are seen to be complete, in one step; and little
 beside how long a producer's blocks are kept for a consumer anyway."""
@@ -111,10 +112,14 @@ class Haste:
     @property
     def has_enough(self) -> bool:
         """Whether the step has taken on as many loads as it should."""
-        if self._rests or (self._possible and self._came > FEW and self._crowded < FIRST_STEPS):
+        if self._rests or (self._possible and self._computed and self._is_crowd and self._crowded < FIRST_STEPS):
             return True
         least = LOADS_A_STEP if self._possible else LOADS_BESIDE
         return self._taken >= max(least, min(self._gaps, default=0.0) / LOAD_S)
+
+    @property
+    def _is_crowd(self) -> bool:
+        return self._came > max(FEW, min(self._gaps, default=0.0) / LOAD_S / 2)
 
     def came(self) -> None:
         """A request that may be loaded came in."""
@@ -135,7 +140,7 @@ class Haste:
 
     def new_step(self, idle: bool = False) -> None:
         """A step is ordered; `idle`: nothing is computed in it."""
-        if self._came > FEW:
+        if self._is_crowd:
             self._crowded += 1
         elif not self._rests:
             self._crowded = 0

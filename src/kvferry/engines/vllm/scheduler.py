@@ -15,9 +15,9 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -72,7 +72,8 @@ class _Pending:
 
 
 class SchedulerHalf:
-    """One engine's half; `clock` is for leases' deadlines."""
+    """One engine's half; `clock` is for leases' deadlines. `can_undo`: loads may be lost in the step that computes their
+    requests."""
 
     def __init__(
         self, config: Any, kv_cache_config: Any, options: Options, clock: Callable[[], float] = time.monotonic
@@ -112,10 +113,10 @@ class SchedulerHalf:
         self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
         self._pending = _Pending()
-        self._can_undo, self._ahead = may_hurry(config, kv_cache_config), looks_ahead(config)
+        self.can_undo, self._ahead = may_hurry(config, kv_cache_config), looks_ahead(config)
         self._grace_s = grace_s(kv_cache_config)
         self._may_pledge = self._grace_s > 0 and may_pledge(config, kv_cache_config)
-        self._haste = Haste(self._can_undo, ahead=self._ahead)
+        self._haste = Haste(self.can_undo, ahead=self._ahead)
         self._stats = FerryStats()
         origin = Origin(self._address, self._engine, self._incarnation, self._secret)
         self._prefills = Prefills(origin, self._producer, self._groups, self._stats, self._digest, options.lease_s / 3)
@@ -246,7 +247,7 @@ class SchedulerHalf:
             if rank is not None and (pace := rank.pace(peer)) is not None:
                 self._haste.saw(peer, 1, pace)
         if self._haste.allows(request, peer, count):
-            decode.in_step = self._can_undo or (not computed and self._is_pledged(decode, peer, reference))
+            decode.in_step = self.can_undo or (not computed and self._is_pledged(decode, peer, reference))
         return count, not decode.in_step
 
     def _is_pledged(self, decode: Decode, peer: PeerKey, reference: Reference) -> bool:
@@ -276,7 +277,7 @@ class SchedulerHalf:
             self._read(request, decode)
         if decode.stage is not Stage.WAITING:
             if self._unhashable.pop(identity, None) is not None:
-                self._forget_hashes(decode)
+                self._forget_hashes(decode.unhashable)
                 decode.unhashable = frozenset()
             return
         if external <= 0:
@@ -311,6 +312,8 @@ class SchedulerHalf:
             self._pending.refused.append(request.request_id)
             return
         decode.loaded = external
+        if decode.in_step:
+            decode.blocks = block_ids
         start = reference.tokens - external
         self._pending.loads.append(
             Load(
@@ -345,10 +348,12 @@ class SchedulerHalf:
         if not self._families[decode.family]:
             del self._families[decode.family]
 
-    def _forget_hashes(self, decode: Decode) -> None:
-        """vLLM hashes what was loaded when it takes the request up again, at any step from here on."""
-        if decode.unhashable and self._evict is not None:
-            self._evict(set(decode.unhashable))
+    def _forget_hashes(self, blocks: Iterable[int]) -> None:
+        """vLLM hashes what was loaded when it takes the request up again, at any step from here on. What was lost in its step
+        it has hashed before, and forgets only where somebody runs with it: not where that was preempted or aborted."""
+        found = set(blocks)
+        if found and self._evict is not None:
+            self._evict(found)
 
     def overwritten(self) -> set[int]:
         """Blocks that loads in the coming step write whole, so that vLLM must not zero them: it would do that later."""
@@ -366,7 +371,7 @@ class SchedulerHalf:
         for request in [*islice(self._unread.values(), READ_A_STEP)]:
             self._read(request, self._decodes[request.request_id])
         for decode in self._unhashable.values():
-            self._forget_hashes(decode)
+            self._forget_hashes(decode.unhashable)
         orders = Orders(
             closing,
             opened,
@@ -394,12 +399,12 @@ class SchedulerHalf:
         return tuple(gone)
 
     def results(self, sent: set[str], received: set[str], failed: set[str], report: Report | None) -> set[str]:
-        """What all ranks have reported of leases and loads, and what a rank nearby has loaded since: vLLM runs what is returned
-        in the step that it puts together next."""
+        """What all ranks have reported of leases and loads, and what a rank nearby has loaded since; all loads of which vLLM is
+        to hear now, so that it runs those that are whole in the step that it puts together next."""
         self._producer.close_all(sent)
         report, rank = report or Report(), rank_nearby(self._engine)
         if rank is not None:
-            since, seen = rank.ended()
+            since, seen = rank.loaded()
             received, report = received | since, report.aggregate(seen)
         for identity, blocks in report.unhashable.items():
             decode = self._decodes.get(identity)
@@ -415,6 +420,7 @@ class SchedulerHalf:
             if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
                 continue
             if identity in failed:
+                self._forget_hashes(chain.from_iterable(decode.blocks))
                 decode.unhashable = frozenset()
                 self._unhashable.pop(identity, None)
                 if decode.reference is not None and self._courier is not None:

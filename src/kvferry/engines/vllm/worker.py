@@ -60,7 +60,7 @@ class WorkerHalf:
         self._refused: set[str] = set()
         self._in_step: dict[str, Load] = {}
         self._over: list[Outcome] = []
-        self._idle = self._asked = False
+        self._idle = self._was_idle = self._asked = self._lost = False
         self._closing = threading.Event()
         self._invalid: set[int] = set()
         self._report = Report()
@@ -132,7 +132,7 @@ class WorkerHalf:
             self.begin(orders)
         if self._in_step and self._ferry is not None and not (self._wharf is not None and self._wharf.holds_the_engine_back()):
             self._ferry.settle(self._in_step.keys(), self._options.read_s)
-        self._idle = orders.idle
+        self._was_idle, self._idle = self._idle, orders.idle
 
     def begin(self, orders: Orders) -> None:
         """Words first: what is opened here is live before any output of the step can leave the engine."""
@@ -164,8 +164,8 @@ class WorkerHalf:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose lease has ended, whose load is over, and those of the latter that failed; each one once. Of loads made
-        in this step, vLLM is told of the blocks that failed alone. What the scheduler asks for (`ended`) is left to it once: it
-        hears of this step's results when the next one is under way."""
+        in this step, vLLM is told of the blocks that failed alone. What the scheduler asks for (`loaded`) is left to it once,
+        since it hears of this step's results when the next one is under way; after one that computed nothing it may not ask."""
         sent = self._sent_by(time.monotonic())
         failed, self._refused = self._refused, set()
         received = set(failed)
@@ -178,9 +178,8 @@ class WorkerHalf:
         loaded: list[Outcome] = []
         over, self._over = self._over, []
         for outcome in self._ferry.outcomes() if self._ferry is not None else ():
-            left = self._asked and not self._idle and not outcome.error and outcome.request not in in_step
+            left = self._asked and not self._was_idle and not outcome.error and outcome.request not in in_step
             (self._over if left else over).append(outcome)
-        self._asked = False
         for outcome in over:
             load = in_step.get(outcome.request)
             if load is None:
@@ -196,19 +195,24 @@ class WorkerHalf:
                 self._invalid |= self._unloaded(load) if load is not None else set()
                 continue
             loaded.append(outcome)
+        self._asked, self._lost = False, bool(lost)
         if loaded or in_step:
             report = self._noted(loaded, Report(ended=frozenset(in_step), failed=frozenset(lost)))
             self._report = self._report.aggregate(report)
         return sent, received, failed
 
-    def ended(self) -> tuple[set[str], Report]:
+    def loaded(self) -> tuple[set[str], Report]:
         """Requests that have been loaded beside the steps by now, for a scheduler that is about to put a step together; what
-        failed vLLM hears of with a step's results alone."""
+        failed vLLM hears of with a step's results alone. Nobody, if a load in its step was lost that vLLM has not heard of, or
+        may still be: who shares its blocks fails with it, but not once it may run and waits for something else."""
+        if self._lost or self._in_step:
+            self._lost = False
+            return set(), Report()
         self._asked = True
         over, self._over = [*self._over, *(self._ferry.outcomes() if self._ferry is not None else ())], []
         loaded: list[Outcome] = []
         for outcome in over:
-            (self._over if outcome.error or outcome.request in self._in_step else loaded).append(outcome)
+            (self._over if outcome.error else loaded).append(outcome)
         return {outcome.request for outcome in loaded}, self._noted(loaded, Report())
 
     def _sent_by(self, now: float) -> set[str]:
