@@ -405,7 +405,8 @@ class SchedulerHalf:
         report, rank = report or Report(), rank_nearby(self._engine)
         if rank is not None:
             since, seen = rank.loaded()
-            received, report = received | since, report.aggregate(seen)
+            if since:
+                received, report = received | since, report.aggregate(seen)
         for identity, blocks in report.unhashable.items():
             decode = self._decodes.get(identity)
             if decode is not None:
