@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from kvferry.fleet import blocks, namespaces, one_gpu, spoiled, steps
 from kvferry.fleet.device import Device
 
-logger = logging.getLogger("kvferry.fleet")
+logger = logging.getLogger("kvferry.vllm")
 
 NAP_SECONDS = 0.0001
 ASYNCHRONOUS = "FLEET_ASYNC_SCHEDULING"
