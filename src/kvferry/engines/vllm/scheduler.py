@@ -35,7 +35,7 @@ from kvferry.engines.vllm.prompts import digest_of
 from kvferry.engines.vllm.seeking import Seeking, give_back_when_found
 from kvferry.engines.vllm.siblings import family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
-from kvferry.engines.vllm.tables import tables_of
+from kvferry.engines.vllm.tables import spec_of, tables_of
 from kvferry.errors import BadReferenceError, BindError, KVFerryError, SessionError
 from kvferry.session import (
     Card,
@@ -312,9 +312,10 @@ class SchedulerHalf:
             self._pending.refused.append(request.request_id)
             return
         decode.loaded = external
-        if decode.in_step:
-            decode.blocks = block_ids
         start = reference.tokens - external
+        if decode.in_step:
+            sizes = [spec_of(group.kv_cache_spec).block_size for group in self._groups]
+            decode.blocks = [blocks[start // size :] for blocks, size in zip(block_ids, sizes, strict=True)]
         self._pending.loads.append(
             Load(
                 request.request_id,
