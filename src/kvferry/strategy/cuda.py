@@ -4,6 +4,9 @@ A handle names an allocation; whoever opens it has the same memory. The copies r
 programs, so that most of the device is left to the engine beside them; nothing waits for the engine's streams, and nobody for
 these: a copy's end is an event that is asked after.
 
+What a copy is told by, its table, is uploaded on another stream. Two processes that share a device take turns, and one whose
+kernels wait for an upload between them loses its turn there: one gather a turn, however short.
+
 The driver keeps an allocation for as long as anybody has it open: `Mapped` closes what a dead process left.
 """
 
@@ -67,6 +70,7 @@ class _Slot:
     counts: Any
     counted: Ints
     counters: int
+    there: int
     began: int
     ended: int
     given: Arguments
@@ -104,8 +108,8 @@ class CudaMover:
         self._share = -(-programs // _EVEN) * _EVEN
         self._driver = Driver()
         self._driver.enter(device)
-        self._stream = torch.cuda.Stream(self._device)
-        self._handle = int(self._stream.cuda_stream)
+        self._stream, self._uploads = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._handle, self._uploading = int(self._stream.cuda_stream), int(self._uploads.cuda_stream)
         self._none = np.zeros(len(UNITS) * len(COLUMNS) * self._share, np.int64).data
         self._free = {room: self._slots(room, count) for room, count in _READY.items()}
         self._ready: dict[Form, Launchable | None] = {}
@@ -182,7 +186,7 @@ class CudaMover:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _slot(self, table: Ints) -> tuple[_Slot, list[_Slot]]:
-        """A slot that holds the table, which is on its way to the device; and where the slot belongs."""
+        """A slot that holds the table, which is there before what is launched next; and where the slot belongs."""
         self._driver.enter(self._index)
         length = len(table)
         room = min((room for room in self._free if room >= length), default=1 << (length - 1).bit_length())
@@ -190,20 +194,23 @@ class CudaMover:
         slot = free.pop() if free else self._slots(room, 1)[0]
         # Unlike NumPy's copies, a memoryview's keep Python's lock, however long they are.
         slot.host[:length] = table.data
+        self._driver.upload(slot.onto, slot.uploaded, 8 * length, self._uploading)
+        self._driver.record(slot.there, self._uploading)
+        self._driver.follow(self._handle, slot.there)
         self._driver.record(slot.began, self._handle)
-        self._driver.upload(slot.onto, slot.uploaded, 8 * length, self._handle)
         return slot, free
 
     def _slots(self, room: int, count: int) -> list[_Slot]:
         hosts = torch.empty((count, room), dtype=torch.int64, pin_memory=True)
         counts = torch.empty((count, len(self._none)), dtype=torch.int64, pin_memory=True)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._uploads):
             tables = torch.empty((count, room), dtype=torch.int64, device=self._device)
         return [self._of(hosts[i], tables[i], counts[i]) for i in range(count)]
 
     def _of(self, host: Any, table: Any, counts: Any) -> _Slot:
         where = table, table.data_ptr(), counts, counts.numpy(), self._driver.seen(counts.data_ptr())
-        return _Slot(host.numpy().data, host.data_ptr(), *where, self._driver.event(), self._driver.event(), Arguments())
+        events = self._driver.event(), self._driver.event(), self._driver.event()
+        return _Slot(host.numpy().data, host.data_ptr(), *where, *events, Arguments())
 
     def _warm(self, form: Form) -> None:
         """Compiles a kernel, which takes a second the first time, by moving nothing with it. From then on the driver launches

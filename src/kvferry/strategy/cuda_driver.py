@@ -45,6 +45,7 @@ _CALLS: Final[Mapping[str, tuple[Any, ...]]] = {
     "cuEventCreate": (_AT, ctypes.c_uint),
     "cuEventRecord": (_AT, _AT),
     "cuEventQuery": (_AT,),
+    "cuStreamWaitEvent": (_AT, _AT, ctypes.c_uint),
     "cuEventElapsedTime": (_AT, _AT, _AT),
     "cuMemcpyHtoDAsync_v2": (ctypes.c_uint64, _AT, ctypes.c_size_t, _AT),
     "cuLaunchKernel": (_AT, *(ctypes.c_uint,) * 7, _AT, _AT, _AT),
@@ -147,6 +148,10 @@ class Driver:
 
     def record(self, event: int, stream: int) -> None:
         self.call("cuEventRecord", event, stream)
+
+    def follow(self, stream: int, event: int) -> None:
+        """What is handed to the stream from here on waits for the event, as it was recorded last."""
+        self.call("cuStreamWaitEvent", stream, event, 0)
 
     def passed(self, event: int) -> bool:
         return self.call("cuEventQuery", event, fine=_NOT_READY)
