@@ -405,6 +405,26 @@ def test_a_row_counts_where_all_was_moved_and_blocks_lay_as_wanted(order, runs, 
 
 
 @pytest.mark.parametrize(
+    ("caching", "cached", "void"),
+    [
+        (True, 4192, ""),
+        (False, 4192, ""),
+        (False, 0, "without a prefix cache there is no floor"),
+        (True, 0, "0 of 4193 prompt tokens were found in the prefix cache"),
+        (False, 2096, "choose lengths of whole blocks of 2,096 tokens, and one more"),
+    ],
+    ids=["found", "found where an arm has one of its own", "no cache", "none found", "half of it"],
+)
+def test_a_floor_counts_where_the_prompts_were_found_in_the_prefix_cache(caching, cached, void):
+    alone = Side(None, None, block_tokens=(2096, 2096))
+    settings = replace(SETTINGS, prefix_caching=caching)
+    measuring = Measuring(Run("none", "graphs", 0, 16, {}), settings, 256, {"P": alone, "D": alone}, (), print, print)
+    said = measuring._void(Row("alone", "scattered", 4193, {}, ["a"], cached=cached), {})
+    assert void in said
+    assert bool(said) == bool(void)
+
+
+@pytest.mark.parametrize(
     ("blocks", "groups", "tables", "said"),
     [
         (509, (32,), None, "48 prompts of 2,001 tokens at once need 3,024 blocks, and there are 508: make --kv-cache"),

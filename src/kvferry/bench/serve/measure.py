@@ -342,10 +342,13 @@ class Measuring:
             return ""
         tokens = row.tokens * len(row.requests)
         if self._asking.alone:
-            if not self.settings.prefix_caching:
+            if not row.cached and not self.settings.prefix_caching:
                 return "without a prefix cache there is no floor"
             least = (row.tokens - 2 * self.run.block) * len(row.requests)
-            return "" if row.cached >= least else f"{row.cached} of {tokens} prompt tokens were found in the prefix cache"
+            if row.cached >= least:
+                return ""
+            there, whole = f"{row.cached} of {tokens} prompt tokens", max(self._asking.consumer.block_tokens)
+            return f"{there} were found in the prefix cache: choose lengths of whole blocks of {whole:,} tokens, and one more"
         if row.from_peer < tokens - len(row.requests):
             return f"{row.from_peer} of {tokens} prompt tokens came from P"
         if row.moved_bytes < row.foretold_bytes:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -314,8 +314,7 @@ class SchedulerHalf:
         decode.loaded = external
         start = reference.tokens - external
         if decode.in_step:
-            sizes = [spec_of(group.kv_cache_spec).block_size for group in self._groups]
-            decode.blocks = [blocks[start // size :] for blocks, size in zip(block_ids, sizes, strict=True)]
+            decode.blocks = block_ids
         self._pending.loads.append(
             Load(
                 request.request_id,
@@ -348,6 +347,14 @@ class SchedulerHalf:
         self._families[decode.family] -= 1
         if not self._families[decode.family]:
             del self._families[decode.family]
+
+    def _hashed_too_soon(self, decode: Decode) -> Iterator[int]:
+        """Of a load that was lost in its step, all from where it was to be loaded on: not what was there before."""
+        if decode.reference is None:
+            return
+        start = decode.reference.tokens - decode.loaded
+        for group, blocks in zip(self._groups, decode.blocks, strict=False):
+            yield from blocks[start // spec_of(group.kv_cache_spec).block_size :]
 
     def _forget_hashes(self, blocks: Iterable[int]) -> None:
         """vLLM hashes what was loaded when it takes the request up again, at any step from here on. What was lost in its step
@@ -422,7 +429,7 @@ class SchedulerHalf:
             if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
                 continue
             if identity in failed:
-                self._forget_hashes(chain.from_iterable(decode.blocks))
+                self._forget_hashes(self._hashed_too_soon(decode))
                 decode.unhashable = frozenset()
                 self._unhashable.pop(identity, None)
                 if decode.reference is not None and self._courier is not None:
