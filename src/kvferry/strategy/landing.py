@@ -70,7 +70,8 @@ class Landing:
         self._slots = Slots(staging.sizes.landing)
         self._limbo: list[tuple[Read, int]] = []
         self._running: dict[DetouredRead, None] = {}
-        self._waiting: dict[DetouredRead, None] = {}
+        self._flying: dict[DetouredRead, None] = {}
+        self._waiting: dict[Slots, dict[DetouredRead, None]] = {}
         self._polls = 0
         self._asking = Asking(wire, clock)
         self._moved_at = clock()
@@ -166,7 +167,7 @@ class Landing:
         read.size = sum(part.bytes * counts.get(part.key, 0) for part in parts)
         self._running[read] = None
         if not read.pieces.over:
-            self._waiting[read] = None
+            self._waiting.setdefault(self._slots_of(read), {})[read] = None
         self.poll(read)
         read.posting_s = self._clock() - now
         return read
@@ -178,7 +179,7 @@ class Landing:
         before, read.polled = read.polled, self._polls
         self._attempt(read)
         if read.state is State.RUNNING and not read.flights:
-            for other in [it for it in self._running if it.flights and it.polled <= before]:
+            for other in [it for it in self._flying if it.polled <= before]:
                 other.polled = self._polls
                 self._attempt(other)
             if read.flights:
@@ -206,12 +207,15 @@ class Landing:
         """One that is over takes no more turns, and gives up what it has if it failed."""
         if read.state is not State.RUNNING:
             self._running.pop(read, None)
-            self._waiting.pop(read, None)
+            self._flying.pop(read, None)
+            self._wait_no_more(read)
         if read.state is State.FAILED:
             self._abandon(read)
 
     def _advance(self, read: DetouredRead) -> None:
         """As far as it goes without waiting. For what was asked for the board is looked at once."""
+        if not read.flights and not read.pieces.over and not self._limbo and not self._slots_of(read).free:
+            return
         looked, source = False, read.detoured.source
         while read.state is State.RUNNING:
             before = read.moved_at, len(read.flights), [flight.stage for flight in read.flights]
@@ -245,22 +249,30 @@ class Landing:
             self._see_off(read)
 
     def _begin_pieces(self) -> None:
-        for slots in {id(found): found for found in map(self._slots_of, self._waiting)}.values():
-            self._begin_in(slots)
+        for slots, waiting in tuple(self._waiting.items()):
+            self._begin_in(slots, waiting)
 
     def _slots_of(self, read: DetouredRead) -> Slots:
         """What its pieces take one of: slots to land in, or berths at a producer whose ring is mapped."""
         source = read.detoured.source
         return source.berths if source is not None and source.berths is not None else self._slots
 
-    def _begin_in(self, slots: Slots) -> None:
-        while waiting := [read for read in self._waiting if self._slots_of(read) is slots]:
+    def _wait_no_more(self, read: DetouredRead) -> None:
+        slots = self._slots_of(read)
+        waiting = self._waiting.get(slots, {})
+        waiting.pop(read, None)
+        if not waiting:
+            self._waiting.pop(slots, None)
+
+    def _begin_in(self, slots: Slots, waiting: Mapping[DetouredRead, None]) -> None:
+        while waiting:
             slot = slots.take()
             if slot is None:
                 self.tidy()
                 return
             usable = slots.count - (len({kept for _, kept in self._limbo}) if slots is self._slots else 0)
-            read = waiting[turn([(len(it.flights), it.left) for it in waiting], usable)]
+            several = tuple(waiting)
+            read = several[turn([(len(it.flights), it.left) for it in several], usable)]
             try:
                 self._begin(read, slot)
             except TransportError as error:
@@ -285,10 +297,11 @@ class Landing:
             flight = Flight(piece, slot, Stage.ASKED)
             self._asking.ask(read, flight, detoured.source)
         read.flights.append(flight)
+        self._flying[read] = None
         read.left -= piece.stop - piece.start
         read.moved_at = now
         if read.pieces.over:
-            del self._waiting[read]
+            self._wait_no_more(read)
 
     def _move(self, read: DetouredRead, flight: Flight) -> None:
         source = read.detoured.source
@@ -329,6 +342,8 @@ class Landing:
         read.moved += flight.copies.moved if flight.copies is not None else 0
         read.moved_at = self._clock()
         read.flights.remove(flight)
+        if not read.flights:
+            self._flying.pop(read, None)
         self._slots_of(read).give(flight.slot)
 
     def _copied(self, read: DetouredRead, mapped: MappedRead) -> bool:

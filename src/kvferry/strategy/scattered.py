@@ -133,6 +133,7 @@ class Scattered:
         self._said: set[str] = set()
         self._mapped: set[str] = set()
         self._heard: list[tuple[str, bytes]] = []
+        self._listened = 0
         self.carried: Tally[str] = Tally()
         self.closed = False
 
@@ -314,8 +315,10 @@ class Scattered:
         if not isinstance(read, DetouredRead):
             return self._wire.poll(read)
         if read.state is State.RUNNING:
+            before = read.polled
             self.landing.poll(read)
-            if read.detoured.mapped is not None:
+            if read.detoured.mapped is not None and before >= self._listened:
+                self._listened = read.polled
                 try:
                     self._listen()
                 except TransportError as error:
@@ -334,7 +337,8 @@ class Scattered:
             read.fail(f"all bytes arrived, but it cannot be notified: {error}")
 
     def _listen(self) -> None:
-        """What is asked for out of a mapped ring leaves with the transport's next turn, and no read of it gives it one."""
+        """What is asked for out of a mapped ring leaves with the transport's next turn, and no read of it gives it one. Where
+        many are polled in turn, one of them does, as long as nobody else has since it was polled last."""
         self._heard += self._wire.notifications()
 
     def telemetry(self, read: Read) -> Telemetry:
