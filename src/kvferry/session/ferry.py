@@ -49,6 +49,9 @@ _TOGETHER: Final = 2 << 30
 """Bytes of loads that are copied together where no step waits for all of them: a millisecond or two on a device."""
 _SETTLING_S: Final = 0.00005
 """Between two looks at loads that a step waits for."""
+_LOOK_S: Final = 0.00002
+"""Rest for every load that is looked at, which takes a third of it or less: however many there are, the engine has most of the
+interpreter."""
 _IDLE_S: Final = 0.05
 """Between two looks at nothing: for consumers that connect before anything is prefilled for them, who can wait."""
 
@@ -261,7 +264,7 @@ class Ferry:
             return min(rest, _LENT_S)
         if crossings or others:
             rest = min(rest, _LONGEST_S, max(_BUSY_S, (self._clock() - self._passage.moved_at) / _PATIENCE))
-        return rest
+        return max(rest, min(_LONGEST_S, _LOOK_S * len(crossings)))
 
     @property
     def _listening(self) -> float:
