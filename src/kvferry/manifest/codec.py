@@ -5,7 +5,8 @@ Decoding checks types and numbers; whether a manifest makes sense is `check`'s b
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+import threading
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -14,6 +15,9 @@ from kvferry.errors import DecodeError
 MAX_ENCODED: Final = 1 << 20
 
 T = TypeVar("T")
+
+_MAKING: Final = threading.Lock()
+_DECODERS: Final[dict[type[Any], msgspec.msgpack.Decoder[Any]]] = {}
 
 
 def encode(value: msgspec.Struct) -> bytes:
@@ -32,6 +36,14 @@ def decode(data: bytes, kind: type[T]) -> T:
     if len(data) > MAX_ENCODED:
         raise DecodeError(f"a {noun} of {len(data):,} bytes is refused: the cap is {MAX_ENCODED:,}")
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return _decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise DecodeError(f"not a {noun} this version accepts: {error}") from None
+
+
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Made by one thread at a time: another that decodes a type while it is looked into for the first time ends the process."""
+    with _MAKING:
+        if kind not in _DECODERS:
+            _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
+        return _DECODERS[kind]

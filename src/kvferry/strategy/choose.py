@@ -34,6 +34,9 @@ class _Ways(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     tokens: Tokens = ()
 
 
+_WAYS: Final = msgspec.msgpack.Decoder(_Ways)
+
+
 @dataclass(frozen=True)
 class _Known:
     """A peer whose memory is mapped, and how the transport reaches it."""
@@ -79,7 +82,7 @@ class Strategies:
         if known is not None and known.digest != found.digest:
             raise TransportError(f"peer {found.name} is connected with other metadata; forget it, then connect again")
         try:
-            ways = msgspec.msgpack.decode(found.blob, type=_Ways)
+            ways = _WAYS.decode(found.blob)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise TransportError(f"peer {found.name} does not say how it is read ({error}); fetch its metadata again") from None
         if self._mapped is not None and ways.tokens:

@@ -97,6 +97,7 @@ class Free(Struct, frozen=True, array_like=True, tag="free"):
 
 
 Message = Introduction | Ask | Asks | Free
+_MESSAGES: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def pack(message: Message) -> bytes:
@@ -181,7 +182,7 @@ class Gathering:
     def _hear(self, data: bytes) -> None:
         if not self.offers:
             raise TransportError("nothing is gathered here: this end only reads, and has no ring to send from")
-        message = msgspec.msgpack.decode(data[len(MARK) :], type=Message)
+        message = _MESSAGES.decode(data[len(MARK) :])
         if not hmac.compare_digest(message.secret, self.offer.secret):
             raise TransportError("it does not know this end's secret: it is of another start, or nobody's")
         if isinstance(message, Introduction):

@@ -43,6 +43,7 @@ logger = logging.getLogger("kvferry.strategy")
 
 _WORD: Final = 8
 """A plan that reads a single run of no more bytes than this reads words, which are to be read where they stand."""
+_OFFERS: Final = msgspec.msgpack.Decoder(Offer)
 _PARTS: Final = 8
 """Tiles that are larger than this part of a slot are cut, so that little of a slot is left over."""
 
@@ -165,7 +166,7 @@ class Scattered:
         if before is not None and before.digest != found.digest:
             raise TransportError(f"peer {found.name} is connected with other metadata; forget it, then connect again")
         try:
-            offer = msgspec.msgpack.decode(found.more, type=Offer) if found.more else None
+            offer = _OFFERS.decode(found.more) if found.more else None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise TransportError(f"peer {found.name} does not say how it gathers ({error}); fetch its metadata again") from None
         name = self._wire.connect(metadata)

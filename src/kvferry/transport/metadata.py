@@ -55,6 +55,11 @@ class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
         return self.digest == self._digest()
 
 
+_METADATA: Final = msgspec.msgpack.Decoder(Metadata)
+"""Made here and not where it is used, as are all that several threads may need: msgspec looks into a type when it is first
+decoded, and another thread that decodes one meanwhile ends the process."""
+
+
 def encode_metadata(metadata: Metadata) -> bytes:
     return msgspec.msgpack.encode(metadata.sealed())
 
@@ -82,7 +87,7 @@ def open_metadata(data: bytes) -> Metadata:
     if len(data) > MAX_METADATA_BYTES:
         raise TransportError(f"peer metadata of {len(data):,} bytes; at most {MAX_METADATA_BYTES:,} are accepted")
     try:
-        found = msgspec.msgpack.decode(data, type=Metadata)
+        found = _METADATA.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise TransportError(
             f"these {len(data):,} bytes are not a peer's metadata ({error}); send what metadata() gave"
