@@ -252,13 +252,13 @@ def test_a_stopped_producer_keeps_its_loads_and_later_ones_are_told_after_a_whil
 
 
 def test_loads_that_share_a_connection_that_breaks_are_each_reported_once_with_the_reason():
-    made = dock(case(True, 2, 1), {0: [Delay(polls=50)], 2: [Delay(polls=50)], 4: [LateLanding(releases=2)]})
+    made = dock(case(True, 2, 1), {0: [Delay(polls=50)], 1: [Delay(polls=50)], 5: [LateLanding(releases=2)]})
     lease = made.lease()
     for name in ("a", "b", "c"):
         made.hand_in(made.load(lease, name))
-    made.step(2)
+    first = made.step(2)
     made.hand_in(made.load(lease, "later"))
-    found = {o.request: o.error for o in made.step(30)}
+    found = {o.request: o.error for o in first + made.step(30)}
     assert sorted(found) == ["a", "b", "c", "later"]
     assert all("the read was lost, and may still land" in found[name] for name in ("a", "b", "c"))
     assert found["later"] == ""
@@ -461,16 +461,48 @@ def test_a_load_that_makes_no_sense_is_an_error_and_nothing_else(changed, way):
     nothing_left(made)
 
 
-def test_a_load_that_finds_no_landing_place_is_an_error_and_gives_back_those_it_had():
-    made = dock(case(False, 2, 1), {2: [Delay(polls=3)]}, landings=3)
+def test_a_load_waits_for_landing_places_that_another_has():
+    made = dock(case(False, 2, 1), {4: [Delay(polls=3)]}, landings=3)
+    lease = made.lease()
+    for name in ("a", "b"):
+        made.hand_in(made.load(lease, name))
+    assert [(o.request, o.error) for o in made.step(ENOUGH)] == [("a", ""), ("b", "")]
+    assert made.free_landings == [3]
+    loaded(made)
+
+
+def test_a_load_for_which_there_never_are_landing_places_is_an_error_and_gives_back_those_it_had():
+    made = dock(case(False, 2, 1), landings=1)
     lease = made.lease()
     for name in ("a", "b"):
         made.hand_in(made.load(lease, name))
     found = {o.request: o.error for o in made.step(ENOUGH)}
-    assert found["a"] == ""
-    assert "no landing place" in found["b"]
-    assert made.free_landings == [3]
+    assert sorted(found) == ["a", "b"]
+    assert all("no landing place" in error for error in found.values())
+    assert made.free_landings == [1]
+
+
+@pytest.mark.parametrize("lost", [None, "b"])
+def test_words_of_loads_that_arrive_together_are_read_together_and_each_decides_for_its_own(monkeypatch, lost):
+    made = dock(case(False, 2, 1))
     loaded(made)
+    leases = {name: made.lease(name) for name in ("a", "b", "c")}
+    if lost:
+        for berth in made.berths:
+            berth.words.kill(leases[lost])
+    reads = []
+    transport = made.ends[0]
+    read = transport.read
+    monkeypatch.setattr(transport, "read", lambda prepared, *given: (reads.append(prepared), read(prepared, *given))[1])
+    for name, lease in leases.items():
+        made.hand_in(made.load(lease, name))
+    found = {o.request: o.error for o in made.step(ENOUGH)}
+    assert {name for name, error in found.items() if error} == ({lost} if lost else set())
+    assert sorted(found) == ["a", "b", "c"]
+    (link,) = (peer.link for peer in made.ferries[0]._links.peers.values())
+    assert [reads.count(prepared) for _, prepared in link.words] == [1, 1]
+    assert [reads.count(prepared) for prepared in link.data] == [3, 3]
+    nothing_left(made)
 
 
 def test_a_second_meeting_changes_nothing():

@@ -6,6 +6,8 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
 from random import Random
 from typing import Any
 
@@ -459,6 +461,148 @@ def test_where_all_are_asked_after_in_turn_none_is_looked_at_by_everybody_who_wa
     for read in reads:
         made.target.poll(read)
     assert 1 <= begun <= made.target.landing.slots
+
+
+def parts_of(made: World, cuts: Sequence[int]) -> list[dict[tuple[int, int], Tiles]]:
+    """The tiles of every grain, cut at these places: some loads may have none of a grain."""
+    columns = ("src_block", "src_tile", "dst_block", "dst_tile")
+    bounds = [0, *sorted(cuts), 1 << 62]
+    out = []
+    for first, stop in pairwise(bounds):
+        cut = {key: [getattr(found, name)[first:stop] for name in columns] for key, found in made.tiles.items()}
+        out.append({key: Tiles(*found) for key, found in cut.items() if len(found[0])})
+    return [tiles for tiles in out if tiles]
+
+
+def ended(made: World, reads: Sequence[Read]) -> list[State]:
+    states: list[State] = []
+    for _ in range(500):
+        made.source.notifications()
+        states = [made.target.poll(read) for read in reads]
+        if State.RUNNING not in states:
+            break
+    return states
+
+
+@pytest.mark.parametrize(("way", "maps"), ROUTES)
+@settings(max_examples=12, deadline=None)
+@given(cuts=st.lists(st.integers(1, 12), max_size=8), pages=st.sampled_from([4, 9, 40, 400]), random=st.randoms())
+def test_loads_that_begin_together_bring_all_their_bytes_however_many_share_a_slot(
+    way: Way, maps: bool, cuts: list[int], pages: int, random: Random
+) -> None:
+    made = world(way=way, maps=maps, budgets=(pages * PAGE, pages * PAGE))
+    loads = parts_of(made, cuts)
+    random.shuffle(loads)
+    reads = list(made.target.read_together(made.prepare(), loads))
+    assert ended(made, reads) == [State.DONE] * len(loads)
+    assert made.right
+    seen = [made.target.telemetry(read) for read in reads]
+    sizes = [
+        sum(size * len(tiles[key].src_block) for key, size in tile_bytes(made.plan).items() if key in tiles) for tiles in loads
+    ]
+    assert [found.bytes for found in seen] == sizes
+    assert all(found.runs >= 0 for found in seen)
+    assert made.target.carried == {way: len(loads)}
+    random.shuffle(reads)
+    assert all(made.target.release(read) for read in reads)
+    assert made.all_back()
+
+
+def tile_bytes(plan: Plan) -> dict[tuple[int, int], int]:
+    """Bytes of one tile of every grain, by edge and grain."""
+    return {
+        (number, place): sum(run.length * prod(count for count, _, _ in run.repeats) for run in grain.runs)
+        for number, edge in enumerate(plan.edges)
+        for place, grain in enumerate(edge.grains)
+    }
+
+
+@MAPS
+def test_loads_that_fit_a_slot_are_asked_for_and_gathered_once(maps: bool) -> None:
+    made = world(maps=maps, budgets=(1 << 23, 1 << 23))
+    loads = parts_of(made, [1, 2, 3])
+    reads = list(made.target.read_together(made.prepare(), loads))
+    made.source.notifications()
+    assert len(loads) > 2
+    assert len(made.source.gathering._orders) == 1
+    assert ended(made, reads) == [State.DONE] * len(loads)
+    total = made.target.telemetry(reads[0].read)
+    assert sum(made.target.telemetry(read).runs for read in reads) == total.runs
+    assert sum(made.target.telemetry(read).bytes for read in reads) == total.bytes
+
+
+@MAPS
+def test_a_load_that_is_given_up_is_held_while_others_want_what_is_read_with_it(maps: bool) -> None:
+    made = world(maps=maps, budgets=(1 << 23, 1 << 23))
+    one, *others = list(made.target.read_together(made.prepare(), parts_of(made, [1, 2])))
+    assert not made.target.release(one)
+    assert ended(made, others) == [State.DONE] * len(others)
+    assert made.target.release(one)
+    assert all(made.target.release(read) for read in others)
+    assert made.right
+    assert made.all_back()
+
+
+@MAPS
+def test_loads_that_are_all_given_up_end_what_is_read_for_them(maps: bool) -> None:
+    made = world(maps=maps, budgets=(1 << 23, 1 << 23))
+    reads = list(made.target.read_together(made.prepare(), parts_of(made, [1, 2])))
+    assert [made.target.release(read) for read in reads] == [*[False] * (len(reads) - 1), True]
+    assert all(made.target.release(read) for read in reads)
+    assert {made.target.poll(read) for read in reads} == {State.FAILED}
+    assert made.untouched
+    assert made.all_back()
+
+
+@MAPS
+def test_loads_that_are_read_together_fail_together_and_hold_their_places_until_copies_end(maps: bool) -> None:
+    made = world(maps=maps, budgets=(1 << 23, 1 << 23))
+    prepared = made.prepare()
+    reads = list(made.target.read_together(prepared, parts_of(made, [1, 2])))
+    made.scatterer.late = True
+    for _ in range(20):
+        made.source.notifications()
+        states = {made.target.poll(read) for read in reads}
+    assert states == {State.RUNNING}
+    made.target.forget(made.source.name)
+    assert {made.target.poll(read) for read in reads} == {State.FAILED}
+    assert all("it was forgotten here" in read.error for read in reads)
+    assert not any(made.target.release(read) for read in reads)
+    for ticket in made.scatterer.tickets:
+        ticket.done = True
+    assert all(made.target.release(read) for read in reads)
+
+
+def test_of_many_that_are_polled_in_turn_one_gives_the_transport_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world(maps=True, budgets=(LEAST, LEAST))
+    prepared = made.prepare()
+    reads = [made.read(prepared) for _ in range(20)]
+    turns: list[int] = []
+    notifications = made.wire.notifications
+    monkeypatch.setattr(made.wire, "notifications", lambda: (turns.append(1), notifications())[1])
+    for number in range(1, 6):
+        for read in reads:
+            made.target.poll(read)
+        assert number <= len(turns) <= number + 1
+    turns.clear()
+    for _ in range(3):
+        made.target.poll(reads[7])
+    assert len(turns) == 3
+
+
+def test_loads_that_wait_for_a_slot_are_not_gone_through_by_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world(maps=True, budgets=(LEAST, LEAST))
+    prepared = made.prepare()
+    reads = [made.read(prepared) for _ in range(40)]
+    flying = sum(bool(read.flights) for read in reads)
+    assert 0 < flying < 5
+    advanced: list[DetouredRead] = []
+    fetch = made.target.landing._fetch
+    monkeypatch.setattr(made.target.landing, "_fetch", lambda read, source: (advanced.append(read), fetch(read, source))[1])
+    for read in reads:
+        made.target.poll(read)
+    assert all(read.flights for read in advanced)
+    assert len(advanced) <= 4 * flying
 
 
 @MAPS

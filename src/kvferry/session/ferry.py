@@ -297,8 +297,7 @@ class Ferry:
 
     def _step(self) -> None:
         self._take_in()
-        for crossing in tuple(self._passage.under_way):
-            self._passage.move_on(crossing)
+        self._passage.move_all_on()
         self._links.look_after(self._passage.under_way)
         if self._passage.spent:
             self._passage.sweep()

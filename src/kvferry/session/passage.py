@@ -91,8 +91,7 @@ class Passage:
             self.move_on(crossing)
 
     def check_together(self, crossings: Sequence[Crossing]) -> None:
-        """Begin to check those whose data has arrived, by one read for all from a producer that any thread may read; as many as
-        there are landing places for."""
+        """Begin to check those whose data has arrived, by one read for all from a producer that any thread may read."""
         arrived: dict[Link, list[Crossing]] = {}
 
         def look(crossing: Crossing) -> None:
@@ -105,9 +104,13 @@ class Passage:
         for crossing in crossings:
             self._attempt(crossing, look)
         for link, found in arrived.items():
-            some = found[: len(self.landings) // max(1, len(link.words))]
-            if some:
-                self._attempt_all(some, link, self._check)
+            self._check_some(found, link)
+
+    def _check_some(self, crossings: Sequence[Crossing], link: Link) -> None:
+        """As many as there are landing places for."""
+        some = crossings[: len(self.landings) // max(1, len(link.words))]
+        if some:
+            self._attempt_all(some, link, self._check)
 
     def _attempt_all(
         self, crossings: Sequence[Crossing], link: Link, action: Callable[[Sequence[Crossing], Link], None]
@@ -150,7 +153,32 @@ class Passage:
     def move_on(self, crossing: Crossing) -> None:
         self._attempt(crossing, self._advance)
 
-    def _advance(self, crossing: Crossing) -> None:
+    def move_all_on(self) -> None:
+        """Those that set out now do it together, and the words of those whose data has arrived are read together: others wait
+        until there is a landing place again, unless nobody has one to give back."""
+        self._set_out()
+        arrived: dict[Link, list[Crossing]] = {}
+        for crossing in tuple(self.under_way):
+            self._attempt(crossing, lambda it: self._advance(it, arrived))
+        for link, found in arrived.items():
+            self._check_some(found, link)
+            wait = any(crossing.landings for crossing in self.under_way)
+            for crossing in found:
+                if crossing.checking or not wait:
+                    self.move_on(crossing)
+
+    def _set_out(self) -> None:
+        ready: dict[Link, list[Crossing]] = {}
+        for crossing in self.under_way:
+            link = crossing.peer.link
+            if crossing.link is None and link is not None and not link.anywhere and not crossing.error:
+                ready.setdefault(link, []).append(crossing)
+        for link, found in ready.items():
+            if len(found) > 1:
+                self._attempt_all(found, link, self._post)
+
+    def _advance(self, crossing: Crossing, arrived: dict[Link, list[Crossing]] | None = None) -> None:
+        """`arrived`: where those are put down whose words are to be read next, instead of reading them."""
         if crossing.error:
             self._let_go(crossing)
             return
@@ -160,6 +188,9 @@ class Passage:
         if not crossing.checking and self._is_pledged(crossing):
             self._arrive(crossing)
             crossing.sure = True
+        elif not crossing.checking and arrived is not None:
+            arrived.setdefault(link, []).append(crossing)
+            return
         elif not crossing.checking:
             self._check([crossing], link)
             if crossing.error or not self._arrived(crossing):

@@ -18,7 +18,7 @@ from kvferry.errors import TransportError
 from kvferry.manifest.schema import Region
 from kvferry.plan import Plan, Tiles
 from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead, PeerGoneError, Token, Tokens
-from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport
+from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport, read_together
 from kvferry.transport.metadata import Metadata, decode_metadata, encode_metadata, this_host
 
 logger = logging.getLogger("kvferry.strategy")
@@ -120,8 +120,7 @@ class Strategies:
     def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Iterator[Read]:
         """Several loads, where they can be by one launch."""
         if self._mapped is None or not isinstance(prepared, MappedPrepared):
-            for tiles in loads:
-                yield self._direct.read(prepared, tiles)
+            yield from read_together(self._direct, prepared, loads)
         else:
             yield from self._mapped.read_together(prepared, loads)
 

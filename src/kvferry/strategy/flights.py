@@ -92,3 +92,31 @@ class DetouredRead:
     def fail(self, reason: str) -> None:
         if self.state is State.RUNNING:
             self.state, self.error = State.FAILED, f"peer {self.peer}: {self.detoured.way}: {reason}"
+
+
+@dataclass(eq=False)
+class SharedRead:
+    """One load's part of a read that is made for `several`, and over when all of it is: `size` bytes behind those of the loads
+    `before` it. `polled`: when the read was last looked at as far as this load has heard. `left`: nobody asks after it any
+    more; what others still want goes on."""
+
+    read: DetouredRead
+    several: list[SharedRead]
+    before: int
+    size: int
+    polled: int
+    left: bool = False
+
+    @property
+    def peer(self) -> str:
+        return self.read.peer
+
+    @property
+    def error(self) -> str:
+        return self.read.error
+
+    @property
+    def runs(self) -> int:
+        """Its part of them by its bytes; all parts together are all of them."""
+        first, end, total = self.before, self.before + self.size, max(1, self.read.size)
+        return self.read.runs * end // total - self.read.runs * first // total

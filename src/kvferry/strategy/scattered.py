@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,11 +28,12 @@ from kvferry.plan.detour import packed, staged
 from kvferry.plan.schema import Side
 from kvferry.strategy import cost
 from kvferry.strategy.cost import Copying, Counter, Rates, Way, Wire
-from kvferry.strategy.flights import Detoured, DetouredRead
+from kvferry.strategy.flights import Detoured, DetouredRead, SharedRead
 from kvferry.strategy.gathering import MARK, SLOT_S, Gathering, digest_of
 from kvferry.strategy.landing import TIMEOUT_S, Landing, piece_bytes
 from kvferry.strategy.mapped import Mapped, PeerGoneError, Token
 from kvferry.strategy.movers import HostMover, Mover
+from kvferry.strategy.moves import joined
 from kvferry.strategy.probing import copying_of, probed
 from kvferry.strategy.sources import Source
 from kvferry.strategy.staging import Boards, Offer, Staging
@@ -276,6 +277,42 @@ class Scattered:
     def read(self, prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> Read:
         if not isinstance(prepared, ScatteredPrepared):
             return self._wire.read(prepared, tiles, notification)
+        detoured = self._chosen(prepared, tiles)
+        if detoured is None and prepared.direct is not None:
+            self.carried["direct"] += 1
+            return self._wire.read(prepared.direct, tiles, notification)
+        if detoured is None:
+            raise TransportError(f"peer {prepared.peer}: nothing was prepared that could carry this load")
+        return self._detour(detoured, tiles, notification)
+
+    def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Iterator[Read]:
+        """Loads that fit into one slot are gathered, read and checked as one, and are over together."""
+        packed = prepared.detours.get("packed") if isinstance(prepared, ScatteredPrepared) else None
+        if not isinstance(prepared, ScatteredPrepared) or packed is None or packed.source is None:
+            for tiles in loads:
+                yield self.read(prepared, tiles)
+            return
+        for several in _slotfuls(packed, loads, self.landing.room(packed.source)):
+            whole = joined(several)
+            detoured = self._chosen(prepared, whole) if len(several) > 1 else None
+            if detoured is None:
+                for tiles in several:
+                    yield self.read(prepared, tiles)
+            else:
+                yield from self._shared(self._detour(detoured, whole), several)
+
+    def _shared(self, read: DetouredRead, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> list[SharedRead]:
+        self.carried[read.detoured.way] += len(loads) - 1
+        out: list[SharedRead] = []
+        before = 0
+        for tiles in loads:
+            size = cost.through(read.detoured.detour, tiles).bytes
+            out.append(SharedRead(read, out, before, size, read.polled))
+            before += size
+        return out
+
+    def _chosen(self, prepared: ScatteredPrepared, tiles: Mapping[tuple[int, int], Tiles]) -> Detoured | None:
+        """The way through staging that a load takes; None: by descriptors."""
         if prepared.connection.gone:
             raise PeerGoneError(prepared.peer)
         if self._connected(prepared.peer) is not prepared.connection:
@@ -283,14 +320,14 @@ class Scattered:
         costs = prepared.costs(tiles)
         way = cost.best(costs)
         self._tell(prepared.peer, way, costs)
-        if way == "direct" and prepared.direct is not None:
-            self.carried[way] += 1
-            return self._wire.read(prepared.direct, tiles, notification)
-        if prepared.detours[way].mapped is not None:
-            self._mapped.add(prepared.peer)
-        read = self.landing.read(prepared.detours[way], tiles, notification)
+        return prepared.detours.get(way)
+
+    def _detour(self, detoured: Detoured, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> DetouredRead:
+        if detoured.mapped is not None:
+            self._mapped.add(detoured.peer)
+        read = self.landing.read(detoured, tiles, notification)
         self._reads.add(read)
-        self.carried[way] += 1
+        self.carried[detoured.way] += 1
         self._notify_if_done(read)
         return read
 
@@ -313,6 +350,11 @@ class Scattered:
             logger.info("%s", words)
 
     def poll(self, read: Read) -> State:
+        if isinstance(read, SharedRead):
+            if read.polled >= read.read.polled:
+                self.poll(read.read)
+            read.polled = read.read.polled
+            return read.read.state
         if not isinstance(read, DetouredRead):
             return self._wire.poll(read)
         if read.state is State.RUNNING:
@@ -343,9 +385,16 @@ class Scattered:
         self._heard += self._wire.notifications()
 
     def telemetry(self, read: Read) -> Telemetry:
+        if isinstance(read, SharedRead):
+            whole = self.landing.telemetry(read.read)
+            return Telemetry(read.size, read.runs, whole.posting_s / len(read.several), whole.wire_s)
         return self.landing.telemetry(read) if isinstance(read, DetouredRead) else self._wire.telemetry(read)
 
     def release(self, read: Read) -> bool:
+        if isinstance(read, SharedRead):
+            read.left = True
+            wanted = read.read.state is State.RUNNING and not all(it.left for it in read.several)
+            return not wanted and self.release(read.read)
         if not isinstance(read, DetouredRead):
             return self._wire.release(read)
         if not self.landing.release(read):
@@ -408,6 +457,23 @@ class Scattered:
         for shared in (self._staging.shared, self._keep.shared):
             if shared is not None:
                 shared.close()
+
+
+def _slotfuls(
+    packed: Detoured, loads: Sequence[Mapping[tuple[int, int], Tiles]], room: int
+) -> Iterator[list[Mapping[tuple[int, int], Tiles]]]:
+    """In their order, as many together as a slot holds."""
+    several: list[Mapping[tuple[int, int], Tiles]] = []
+    held = 0
+    for tiles in loads:
+        staged = cost.through(packed.detour, tiles).staged
+        if several and held + staged > room:
+            yield several
+            several, held = [], 0
+        several.append(tiles)
+        held += staged
+    if several:
+        yield several
 
 
 def _tokens(rings: Mapped | None, host: HostMover, staging: Staging, boards: Boards) -> tuple[Token, ...]:
