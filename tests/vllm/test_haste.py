@@ -520,10 +520,54 @@ class TestBesideSteps:
             here.scheduler.add_request(here.request("x", prompt(3), prefilled(there, "x", prompt(3))))
             told: list[tuple[set[str], Report]] = []
             worker._over.append(Outcome("r"))
-            here.begin(lambda out: told.append(worker.loaded()))
+            here.begin(lambda out: told.append(worker.loaded(16)))
             assert told == [(set(), Report())]
             worker._over.append(Outcome("r"))
-            assert worker.loaded() == ({"r"}, Report())
+            assert worker.loaded(16) == ({"r"}, Report())
+
+    def test_a_step_is_told_of_so_many_and_the_next_of_the_others_while_somebody_asks(self) -> None:
+        with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
+            known(there, here)
+            here.end(*computing(here))
+            worker = here.connectors[0].worker
+            worker.results()
+            worker._over += [Outcome("a"), Outcome("bad", "lost"), Outcome("b"), Outcome("c")]
+            assert worker.loaded(2)[0] == {"a", "b"}
+            assert worker.results()[1:] == ({"bad"}, {"bad"})
+            assert worker.loaded(2)[0] == {"c"}
+            worker._over.append(Outcome("d"))
+            assert worker.results()[1] == set()
+            assert worker.results()[1] == {"d"}
+
+    def test_requests_whose_loads_ended_together_begin_to_run_a_few_in_a_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(haste, "LOAD_S", 1e9)
+        monkeypatch.setattr(haste, "FEW", 5)
+        names = [f"r{i}" for i in range(5)]
+        with engines(*sides("llama", side(), side(ahead=True, blocks=90))) as (there, here):
+            known(there, here)
+            steps = [computing(here)]
+            for i, name in enumerate(names):
+                here.scheduler.add_request(here.request(name, prompt(i, 40), prefilled(there, name, prompt(i, 40))))
+            with held_up(here):
+                steps.append(computing(here))
+                assert all(here.waits_for_bytes(name) for name in names)
+                here.end(*steps.pop(0))
+                steps.append(computing(here))
+            for name in names:
+                loaded_beside(here, name)
+            monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
+            began: list[int] = []
+            for _ in range(4):
+                here.end(*steps.pop(0))
+                steps.append(here.begin())
+                began.append(len({new.req_id for new in steps[-1][0].scheduled_new_reqs} & set(names)))
+            assert began == [2, 2, 1, 0]
+            for step in steps:
+                here.end(*step)
+            here.step_until(lambda: all(name in here.outputs for name in names))
+            assert {here.outputs[name].finish_reason for name in names} == {FinishReason.LENGTH}
+            assert not any(here.reported["received"][0, name] for name in names)
+            there.step_until(lambda: not there.scheduler.requests)
 
     def test_blocks_that_cannot_be_whole_are_not_found_by_their_hash(self) -> None:
         pair = sides("gemma3", side(hma=True), side(hma=False, ahead=True), prefix_caching=True)

@@ -118,8 +118,8 @@ def _stay_nearby() -> None:
 
     loaded = WorkerHalf.loaded
 
-    def telling(self: Any) -> Any:
-        received, report = loaded(self)
+    def telling(self: Any, most: int) -> Any:
+        received, report = loaded(self, most)
         if received:
             logger.info("%s: %s", TOLD, ", ".join(sorted(received)))
         return received, report

@@ -84,8 +84,8 @@ def where_marked() -> None:
         _spoil(self, received - failed)
         return sent, received, failed
 
-    def ending_beside(self: Any) -> Any:
-        received, report = loaded(self)
+    def ending_beside(self: Any, most: int) -> Any:
+        received, report = loaded(self, most)
         _spoil(self, received)
         return received, report
 

@@ -114,8 +114,13 @@ class Haste:
         """Whether the step has taken on as many loads as it should."""
         if self._rests or (self._possible and self._computed and self._is_crowd and self._crowded < FIRST_STEPS):
             return True
+        return self._taken >= self.most
+
+    @property
+    def most(self) -> int:
+        """Loads that a step takes on, and requests that first run in it since their loads have ended beside the steps."""
         least = LOADS_A_STEP if self._possible else LOADS_BESIDE
-        return self._taken >= max(least, min(self._gaps, default=0.0) / LOAD_S)
+        return max(least, int(min(self._gaps, default=0.0) / LOAD_S))
 
     @property
     def _is_crowd(self) -> bool:

@@ -412,7 +412,7 @@ class SchedulerHalf:
         self._producer.close_all(sent)
         report, rank = report or Report(), rank_nearby(self._engine)
         if rank is not None:
-            since, seen = rank.loaded()
+            since, seen = rank.loaded(self._haste.most)
             if since:
                 received, report = received | since, report.aggregate(seen)
         for identity, blocks in report.unhashable.items():

@@ -164,8 +164,9 @@ class WorkerHalf:
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose lease has ended, whose load is over, and those of the latter that failed; each one once. Of loads made
-        in this step, vLLM is told of the blocks that failed alone. What the scheduler asks for (`loaded`) is left to it once,
-        since it hears of this step's results when the next one is under way; after one that computed nothing it may not ask."""
+        in this step, vLLM is told of the blocks that failed alone. What the scheduler asks for (`loaded`) is left to it while
+        it asks, since it hears of this step's results when the next one is under way; after one that computed nothing it may
+        not ask."""
         sent = self._sent_by(time.monotonic())
         failed, self._refused = self._refused, set()
         received = set(failed)
@@ -176,8 +177,9 @@ class WorkerHalf:
         elif self._ferry is not None and self._idle:
             self._ferry.linger(LINGER_S)
         loaded: list[Outcome] = []
-        over, self._over = self._over, []
-        for outcome in self._ferry.outcomes() if self._ferry is not None else ():
+        over: list[Outcome] = []
+        ended, self._over = [*self._over, *(self._ferry.outcomes() if self._ferry is not None else ())], []
+        for outcome in ended:
             left = self._asked and not self._was_idle and not outcome.error and outcome.request not in in_step
             (self._over if left else over).append(outcome)
         for outcome in over:
@@ -201,10 +203,11 @@ class WorkerHalf:
             self._report = self._report.aggregate(report)
         return sent, received, failed
 
-    def loaded(self) -> tuple[set[str], Report]:
-        """Requests that have been loaded beside the steps by now, for a scheduler that is about to put a step together; what
-        failed vLLM hears of with a step's results alone. Nobody, if a load in its step was lost that vLLM has not heard of, or
-        may still be: who shares its blocks fails with it, but not once it may run and waits for something else."""
+    def loaded(self, most: int) -> tuple[set[str], Report]:
+        """Requests that have been loaded beside the steps by now, so many `most`, for a scheduler that is about to put a step
+        together; what failed vLLM hears of with a step's results alone. Nobody, if a load in its step was lost that vLLM has
+        not heard of, or may still be: who shares its blocks fails with it, but not once it may run and waits for something
+        else."""
         if self._lost or self._in_step:
             self._lost = False
             return set(), Report()
@@ -212,7 +215,7 @@ class WorkerHalf:
         over, self._over = [*self._over, *(self._ferry.outcomes() if self._ferry is not None else ())], []
         loaded: list[Outcome] = []
         for outcome in over:
-            (self._over if outcome.error else loaded).append(outcome)
+            (self._over if outcome.error or len(loaded) >= most else loaded).append(outcome)
         return {outcome.request for outcome in loaded}, self._noted(loaded, Report())
 
     def _sent_by(self, now: float) -> set[str]:
