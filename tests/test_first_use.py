@@ -67,6 +67,6 @@ race(lambda: (_OFFERS.decode(data), _MESSAGES.decode(told)))
 
 @pytest.mark.parametrize("work", [METADATA, MANIFEST, PLAN, OFFER], ids=["metadata", "manifest", "plan", "offer"])
 def test_threads_that_decode_a_type_for_the_first_time_together_all_have_it(work: str) -> None:
-    for _ in range(3):
+    for _ in range(6):
         found = subprocess.run([sys.executable, "-c", HEAD + work], capture_output=True, text=True, check=False, timeout=60)
         assert (found.returncode, found.stdout) == (0, "8 ended\n"), found.stderr[-2000:]

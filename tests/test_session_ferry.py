@@ -505,6 +505,86 @@ def test_words_of_loads_that_arrive_together_are_read_together_and_each_decides_
     nothing_left(made)
 
 
+@pytest.mark.parametrize("number", [4, 5])
+def test_a_load_that_has_arrived_does_not_wait_for_landing_places_that_may_never_come_back(number):
+    made = dock(case(False, 2, 1), {number: [LateLanding(releases=10**9)]}, landings=3)
+    lease = made.lease()
+    for name in ("a", "b"):
+        made.hand_in(made.load(lease, name))
+    (found,) = made.step(40)
+    assert (found.request, bool(found.error)) == ("b", True)
+
+
+def together(made: Dock, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many loads were begun together, each time."""
+    (end,) = made.ends
+    found: list[int] = []
+
+    def read_together(prepared: Any, loads: Sequence[Any]) -> Any:
+        found.append(len(loads))
+        return (end.read(prepared, tiles) for tiles in loads)
+
+    monkeypatch.setattr(end, "read_together", read_together, raising=False)
+    return found
+
+
+def test_loads_that_are_handed_in_together_set_out_together(monkeypatch):
+    made = dock(case(False, 2, 1))
+    loaded(made)
+    begun = together(made, monkeypatch)
+    for name in ("a", "b", "c"):
+        made.hand_in(made.load(made.lease(name), name))
+    assert sorted((o.request, o.error) for o in made.step(ENOUGH)) == [("a", ""), ("b", ""), ("c", "")]
+    assert begun == [3, 3]
+    loaded(made)
+    assert begun == [3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("error", [MemoryError("of one load"), TransportError("one was not posted")])
+def test_of_loads_that_set_out_together_those_that_were_not_begun_try_again_alone(monkeypatch, number, error):
+    """Those that were are read over a connection that is given up, if it was the transport that failed."""
+    made = dock(case(False, 1, 1))
+    loaded(made)
+    together(made, monkeypatch)
+    monkeypatch.setattr(made.ends[0], "read", failing(made.ends[0].read, number, error))
+    for name in ("a", "b", "c", "d"):
+        made.hand_in(made.load(made.lease(name), name))
+    found = {o.request: o.error for o in made.step(20)}
+    assert sorted(found) == ["a", "b", "c", "d"]
+    assert [name for name, said in found.items() if not said] == ["a", "b", "c", "d"][number:]
+    nothing_left(made)
+    loaded(made)
+
+
+def test_words_that_several_loads_wait_for_are_asked_after_once_a_round(monkeypatch):
+    made = dock(case(False, 1, 1), {3: [Delay(polls=5)]})
+    polled: Counter[int] = Counter()
+    (end,) = made.ends
+    poll = end.poll
+    monkeypatch.setattr(end, "poll", lambda read: (polled.update([id(read)]), poll(read))[1])
+    for name in ("a", "b", "c"):
+        made.hand_in(made.load(made.lease(name), name))
+    outcomes = []
+    for _ in range(12):
+        polled.clear()
+        outcomes += made.step()
+        assert all(count == 1 for count in polled.values())
+    assert sorted((o.request, o.error) for o in outcomes) == [("a", ""), ("b", ""), ("c", "")]
+
+
+def test_the_ferry_rests_longer_the_more_loads_it_looks_at():
+    made = dock(case(False, 1, 1), {0: [Delay(polls=50)]})
+    (ferry,) = made.ferries
+    made.hand_in(made.load(made.lease()))
+    made.step()
+    few = ferry._pause()
+    ferry._passage.under_way *= 80
+    many = ferry._pause()
+    ferry._passage.under_way *= 80
+    assert few < many <= ferry._pause() == 0.002
+
+
 def test_a_second_meeting_changes_nothing():
     made = dock(case(True, 2, 1), {0: [Delay(polls=3)]})
     made.hand_in(made.load(made.lease()))

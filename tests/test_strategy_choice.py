@@ -170,6 +170,22 @@ def test_memory_that_one_side_cannot_map_is_read_by_descriptors(theirs, ours):
         assert all(window.closed for window in mover.windows)
 
 
+def test_loads_that_begin_together_are_handed_on_together_where_nothing_is_mapped(monkeypatch):
+    made = pair(None, None)
+    handed: list[int] = []
+
+    def read_together(prepared: Any, loads: Sequence[Any]) -> Any:
+        handed.append(len(loads))
+        return [made.direct.read(prepared, tiles) for tiles in loads]
+
+    monkeypatch.setattr(made.direct, "read_together", read_together, raising=False)
+    prepared = made.target.prepare(made.plan, 0, made.connect())
+    reads = list(made.target.read_together(prepared, [made.tiles, made.tiles]))
+    assert [finish(made.target, read) for read in reads] == [State.DONE] * 2
+    assert handed == [2]
+    assert not made.made.differing()
+
+
 def test_a_way_that_is_closed_is_said_once(caplog):
     with caplog.at_level(logging.INFO, "kvferry.strategy"):
         made = pair([FakeMover()], [FakeMover(opens=lambda number: False)])

@@ -29,7 +29,7 @@ from kvferry.strategy.flights import DetouredRead
 from kvferry.strategy.gathering import AWAKE_S, MARK, SLOT_S, Ask, Asks, Free, Introduction, pack
 from kvferry.strategy.movers import Over, Ticket
 from kvferry.strategy.moves import Bound
-from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings
+from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings, _slotfuls
 from kvferry.strategy.staging import (
     DEVICE_CUT,
     HOST_CUT,
@@ -178,7 +178,7 @@ class World:
         self.source.notifications()
         landing, gathering = self.target.landing, self.source.gathering
         berths = [source.berths for source in self.target._sources.values() if source.berths is not None]
-        if any(one.free != one.count for one in berths):
+        if any(one.free != one.count for one in berths) or landing._waiting or landing._flying or landing._running:
             return False
         return landing.free == landing.slots and gathering.free == len(gathering._words) and not gathering._words.any()
 
@@ -529,6 +529,37 @@ def test_loads_that_fit_a_slot_are_asked_for_and_gathered_once(maps: bool) -> No
     total = made.target.telemetry(reads[0].read)
     assert sum(made.target.telemetry(read).runs for read in reads) == total.runs
     assert sum(made.target.telemetry(read).bytes for read in reads) == total.bytes
+    assert sum(made.target.telemetry(read).wire_s for read in reads) == pytest.approx(total.wire_s)
+    assert sum(made.target.telemetry(read).posting_s for read in reads) == pytest.approx(total.posting_s)
+
+
+@given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 20))
+def test_loads_share_a_slot_in_their_order_as_long_as_it_holds_them(sizes: list[int], most: int) -> None:
+    made = world()
+    packed = made.prepare().detours["packed"]
+    loads = [part_of(made, size) for size in sizes]
+    room = most * cost.through(packed.detour, part_of(made, 1)).staged
+    groups = list(_slotfuls(packed, loads, room))
+    assert [id(tiles) for several in groups for tiles in several] == [id(tiles) for tiles in loads]
+    held = [[cost.through(packed.detour, tiles).staged for tiles in several] for several in groups]
+    assert all(sum(several) <= room or len(several) == 1 for several in held)
+    assert all(sum(several) + following[0] > room for several, following in pairwise(held))
+
+
+def test_loads_are_joined_only_if_they_cross_in_a_moment() -> None:
+    made = world(maps=True, budgets=(1 << 23, 1 << 23))
+    slow = replace(RATES, wire=replace(RATES.wire, byte_s=1.0))
+    loads = parts_of(made, [1, 2])
+    prepared = dataclasses.replace(made.prepare(), rates=slow)
+    assert all(isinstance(read, DetouredRead) for read in made.target.read_together(prepared, loads))
+
+
+def test_nothing_is_read_together_of_a_peer_that_was_forgotten() -> None:
+    made = world(maps=True, budgets=(1 << 23, 1 << 23))
+    prepared, loads = made.prepare(), parts_of(made, [1, 2])
+    made.target.forget(made.source.name)
+    with pytest.raises(TransportError, match="is not connected"):
+        list(made.target.read_together(prepared, loads))
 
 
 @MAPS

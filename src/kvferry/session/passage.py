@@ -157,33 +157,44 @@ class Passage:
         """Those that set out now do it together, and the words of those whose data has arrived are read together: others wait
         until there is a landing place again, unless nobody has one to give back."""
         self._set_out()
-        arrived: dict[Link, list[Crossing]] = {}
+        look, arrived = _Looks(self._transport), dict[Link, list[Crossing]]()
         for crossing in tuple(self.under_way):
-            self._attempt(crossing, lambda it: self._advance(it, arrived))
+            self._attempt(crossing, lambda it: self._advance(it, look, arrived))
         for link, found in arrived.items():
             self._check_some(found, link)
-            wait = any(crossing.landings for crossing in self.under_way)
+            wait = any(crossing.landings and not crossing.waits for crossing in self.under_way)
             for crossing in found:
                 if crossing.checking or not wait:
-                    self.move_on(crossing)
+                    self._attempt(crossing, lambda it: self._advance(it, look))
 
     def _set_out(self) -> None:
+        """What fails before it was begun tries again alone, so that one fails for its own reasons only."""
         ready: dict[Link, list[Crossing]] = {}
         for crossing in self.under_way:
             link = crossing.peer.link
             if crossing.link is None and link is not None and not link.anywhere and not crossing.error:
                 ready.setdefault(link, []).append(crossing)
         for link, found in ready.items():
-            if len(found) > 1:
+            if len(found) > 1 and not link.lost:
                 self._attempt_all(found, link, self._post)
+            for crossing in found:
+                if crossing.error and not crossing.reads and crossing.filled is None:
+                    crossing.link, crossing.error = None, ""
 
-    def _advance(self, crossing: Crossing, arrived: dict[Link, list[Crossing]] | None = None) -> None:
-        """`arrived`: where those are put down whose words are to be read next, instead of reading them."""
+    def _advance(
+        self,
+        crossing: Crossing,
+        look: Callable[[Read], State] | None = None,
+        arrived: dict[Link, list[Crossing]] | None = None,
+    ) -> None:
+        """`look`: how reads are asked after. `arrived`: where those are put down whose words are to be read next, instead of
+        reading them."""
+        look = look or self._transport.poll
         if crossing.error:
             self._let_go(crossing)
             return
         link = crossing.link or self._depart(crossing)
-        if link is None or crossing.error or not self._arrived(crossing):
+        if link is None or crossing.error or not self._arrived(crossing, look):
             return
         if not crossing.checking and self._is_pledged(crossing):
             self._arrive(crossing)
@@ -193,7 +204,7 @@ class Passage:
             return
         elif not crossing.checking:
             self._check([crossing], link)
-            if crossing.error or not self._arrived(crossing):
+            if crossing.error or not self._arrived(crossing, look):
                 return
         self._spend(crossing)
         if self._filled(crossing):
@@ -207,9 +218,9 @@ class Passage:
         self._spend(crossing)
         crossing.checking = True
 
-    def _arrived(self, crossing: Crossing) -> bool:
+    def _arrived(self, crossing: Crossing, look: Callable[[Read], State]) -> bool:
         """Whether all that is under way has arrived; it may have while it was posted."""
-        states = [self._transport.poll(read) for read in crossing.reads]
+        states = [look(read) for read in crossing.reads]
         if State.FAILED in states:
             self._break_off(crossing, crossing.reads[states.index(State.FAILED)].error)
             return False
@@ -274,8 +285,7 @@ class Passage:
         """All data has been seen to arrive: now the words are read, which say whether it was still the lease's; of several
         loads by one read that all of them wait for."""
         for crossing in crossings:
-            self._arrive(crossing)
-            self._attempt(crossing, self._find_landings)
+            self._attempt(crossing, self._prepare_to_check)
         sound = [crossing for crossing in crossings if not crossing.error]
         slots = [crossing.load.lease.slot for crossing in sound]
         for source, (first, prepared) in enumerate(link.words if sound else ()):
@@ -284,8 +294,9 @@ class Passage:
             for crossing in sound:
                 crossing.reads.append(read)
 
-    def _find_landings(self, crossing: Crossing) -> None:
+    def _prepare_to_check(self, crossing: Crossing) -> None:
         """A place for a word of every rank that is read."""
+        self._arrive(crossing)
         for _ in crossing.peer.binder.plan.sources:
             if not self.landings:
                 raise SessionError("no landing place for a generation word is free: too many loads at a time")
@@ -338,6 +349,19 @@ class Passage:
     def sweep(self) -> None:
         """Give back reads that are done; the transport may need to be asked more than once."""
         self.spent = [read for read in self.spent if not self._transport.release(read)]
+
+
+class _Looks:
+    """Asks after each read once, though several loads may wait for it. Keeps the reads, so that none is taken for another."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._seen: dict[int, tuple[Read, State]] = {}
+
+    def __call__(self, read: Read) -> State:
+        if id(read) not in self._seen:
+            self._seen[id(read)] = read, self._transport.poll(read)
+        return self._seen[id(read)][1]
 
 
 def _blocks(table: list[int] | int, places: Ints) -> tuple[int, ...]:

@@ -45,6 +45,8 @@ logger = logging.getLogger("kvferry.strategy")
 _WORD: Final = 8
 """A plan that reads a single run of no more bytes than this reads words, which are to be read where they stand."""
 _OFFERS: Final = msgspec.msgpack.Decoder(Offer)
+_MOMENT_S: Final = 0.002
+"""What loads that share a slot may take to cross: the shortest waits for all of them."""
 _PARTS: Final = 8
 """Tiles that are larger than this part of a slot are cut, so that little of a slot is left over."""
 
@@ -286,13 +288,14 @@ class Scattered:
         return self._detour(detoured, tiles, notification)
 
     def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Iterator[Read]:
-        """Loads that fit into one slot are gathered, read and checked as one, and are over together."""
+        """Loads that fit into one slot, and cross in a moment, are gathered, read and checked as one, and are over together."""
         packed = prepared.detours.get("packed") if isinstance(prepared, ScatteredPrepared) else None
         if not isinstance(prepared, ScatteredPrepared) or packed is None or packed.source is None:
             for tiles in loads:
                 yield self.read(prepared, tiles)
             return
-        for several in _slotfuls(packed, loads, self.landing.room(packed.source)):
+        moment = int(_MOMENT_S / max(prepared.rates.wire.byte_s, 1e-15))
+        for several in _slotfuls(packed, loads, min(moment, self.landing.room(packed.source))):
             whole = joined(several)
             detoured = self._chosen(prepared, whole) if len(several) > 1 else None
             if detoured is None:
@@ -387,7 +390,8 @@ class Scattered:
     def telemetry(self, read: Read) -> Telemetry:
         if isinstance(read, SharedRead):
             whole = self.landing.telemetry(read.read)
-            return Telemetry(read.size, read.runs, whole.posting_s / len(read.several), whole.wire_s)
+            share = read.size / max(1, read.read.size)
+            return Telemetry(read.size, read.runs, whole.posting_s * share, whole.wire_s * share)
         return self.landing.telemetry(read) if isinstance(read, DetouredRead) else self._wire.telemetry(read)
 
     def release(self, read: Read) -> bool:

@@ -3,6 +3,7 @@
 The first that still has pieces to begin takes as many slots as it likes but one, which is for those behind it: for the one that
 has the least left, so that a short load waits for the end of no long one. Whoever waits becomes the first in the end, and holds
 no slot until then but for pieces that are under way: nobody waits for ever, and nobody for a slot that is held and not used.
+Loads that share a slot are one here.
 """
 
 from __future__ import annotations
