@@ -25,7 +25,7 @@ from kvferry.session.reference import Lease
 from kvferry.strategy import HostMover, cost
 from kvferry.strategy.asking import AGAIN_S
 from kvferry.strategy.cost import Way, usual
-from kvferry.strategy.flights import DetouredRead
+from kvferry.strategy.flights import DetouredRead, SharedRead
 from kvferry.strategy.gathering import AWAKE_S, MARK, SLOT_S, Ask, Asks, Free, Introduction, pack
 from kvferry.strategy.movers import Over, Ticket
 from kvferry.strategy.moves import Bound
@@ -546,12 +546,14 @@ def test_loads_share_a_slot_in_their_order_as_long_as_it_holds_them(sizes: list[
     assert all(sum(several) + following[0] > room for several, following in pairwise(held))
 
 
-def test_loads_are_joined_only_if_they_cross_in_a_moment() -> None:
-    made = world(maps=True, budgets=(1 << 23, 1 << 23))
+@MAPS
+def test_loads_are_joined_only_if_they_cross_the_wire_in_a_moment(maps: bool) -> None:
+    made = world(maps=maps, budgets=(1 << 23, 1 << 23))
     slow = replace(RATES, wire=replace(RATES.wire, byte_s=1.0))
     loads = parts_of(made, [1, 2])
     prepared = dataclasses.replace(made.prepare(), rates=slow)
-    assert all(isinstance(read, DetouredRead) for read in made.target.read_together(prepared, loads))
+    reads = list(made.target.read_together(prepared, loads))
+    assert {type(read) for read in reads} == {SharedRead if maps else DetouredRead}
 
 
 def test_nothing_is_read_together_of_a_peer_that_was_forgotten() -> None:

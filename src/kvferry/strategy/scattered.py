@@ -46,7 +46,7 @@ _WORD: Final = 8
 """A plan that reads a single run of no more bytes than this reads words, which are to be read where they stand."""
 _OFFERS: Final = msgspec.msgpack.Decoder(Offer)
 _MOMENT_S: Final = 0.002
-"""What loads that share a slot may take to cross: the shortest waits for all of them."""
+"""What loads that share a slot may take on the wire: the shortest waits for all of them."""
 _PARTS: Final = 8
 """Tiles that are larger than this part of a slot are cut, so that little of a slot is left over."""
 
@@ -288,14 +288,17 @@ class Scattered:
         return self._detour(detoured, tiles, notification)
 
     def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Iterator[Read]:
-        """Loads that fit into one slot, and cross in a moment, are gathered, read and checked as one, and are over together."""
+        """Loads that fit into one slot, and cross the wire in a moment, are gathered, read and checked as one, and are over
+        together."""
         packed = prepared.detours.get("packed") if isinstance(prepared, ScatteredPrepared) else None
         if not isinstance(prepared, ScatteredPrepared) or packed is None or packed.source is None:
             for tiles in loads:
                 yield self.read(prepared, tiles)
             return
-        moment = int(_MOMENT_S / max(prepared.rates.wire.byte_s, 1e-15))
-        for several in _slotfuls(packed, loads, min(moment, self.landing.room(packed.source))):
+        room = self.landing.room(packed.source)
+        if packed.mapped is None:
+            room = min(room, int(_MOMENT_S / max(prepared.rates.wire.byte_s, 1e-15)))
+        for several in _slotfuls(packed, loads, room):
             whole = joined(several)
             detoured = self._chosen(prepared, whole) if len(several) > 1 else None
             if detoured is None:
