@@ -405,21 +405,33 @@ def test_a_row_counts_where_all_was_moved_and_blocks_lay_as_wanted(order, runs, 
 
 
 @pytest.mark.parametrize(
-    ("caching", "cached", "void"),
+    ("caching", "rows", "cached", "void"),
     [
-        (True, 4192, ""),
-        (False, 4192, ""),
-        (False, 0, "without a prefix cache there is no floor"),
-        (True, 0, "0 of 4193 prompt tokens were found in the prefix cache"),
-        (False, 2096, "choose lengths of whole blocks of 2,096 tokens, and one more"),
+        (True, (), 5 * 4192, ""),
+        (False, (), 5 * 4192, ""),
+        (True, (), 6 * 4192, ""),
+        (False, (), 0, "without a prefix cache there is no floor"),
+        (True, (), 0, "0 of 20965 prompt tokens were found in the prefix cache"),
+        (False, (), 5 * 4160, "choose lengths of whole blocks of 2,096 tokens, and one more"),
+        (True, ("in-turns",), 3 * 4192, ""),
+        (True, ("in-turns",), 3 * 4160, "12480 of 12579 prompt tokens"),
     ],
-    ids=["found", "found where an arm has one of its own", "no cache", "none found", "half of it"],
+    ids=[
+        "found",
+        "a cache of its own",
+        "known before",
+        "no cache",
+        "none found",
+        "all but 33",
+        "forgotten",
+        "forgotten, all but 33",
+    ],
 )
-def test_a_floor_counts_where_the_prompts_were_found_in_the_prefix_cache(caching, cached, void):
+def test_a_floor_counts_where_the_prompts_were_found_in_the_prefix_cache(caching, rows, cached, void):
     alone = Side(None, None, block_tokens=(2096, 2096))
     settings = replace(SETTINGS, prefix_caching=caching)
-    measuring = Measuring(Run("none", "graphs", 0, 16, {}), settings, 256, {"P": alone, "D": alone}, (), print, print)
-    said = measuring._void(Row("alone", "scattered", 4193, {}, ["a"], cached=cached), {})
+    measuring = Measuring(Run("none", "graphs", 0, 16, {}), settings, 256, {"P": alone, "D": alone}, rows, print, print)
+    said = measuring._void(Row("alone", "scattered", 4193, {}, ["a", "b", "c"], cached=cached), {})
     assert void in said
     assert bool(said) == bool(void)
 

@@ -344,10 +344,10 @@ class Measuring:
         if self._asking.alone:
             if not row.cached and not self.settings.prefix_caching:
                 return "without a prefix cache there is no floor"
-            least = (row.tokens - 2 * self.run.block) * len(row.requests)
-            if row.cached >= least:
+            times, whole = _times_found(row, self._rows), max(self._asking.consumer.block_tokens)
+            if row.cached >= (row.tokens - 2 * self.run.block) * times:
                 return ""
-            there, whole = f"{row.cached} of {tokens} prompt tokens", max(self._asking.consumer.block_tokens)
+            there = f"{row.cached} of {row.tokens * times} prompt tokens"
             return f"{there} were found in the prefix cache: choose lengths of whole blocks of {whole:,} tokens, and one more"
         if row.from_peer < tokens - len(row.requests):
             return f"{row.from_peer} of {tokens} prompt tokens came from P"
@@ -416,6 +416,12 @@ class Measuring:
         row.foretold_bytes += found.bytes_predicted
         row.pieces += found.runs_moved or found.stock_descriptors
         row.wire_s += found.wire_s
+
+
+def _times_found(row: Row, rows: Sequence[str]) -> int:
+    """How often an engine that is asked for everything finds a prompt of a row: every time but the first, and each is asked for
+    twice; only the second time where it forgets in between."""
+    return len(row.requests) if IN_TURNS in rows else 2 * len(row.requests) - 1
 
 
 def read_lengths(settings: Settings) -> tuple[int, ...]:
