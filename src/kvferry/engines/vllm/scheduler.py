@@ -312,9 +312,9 @@ class SchedulerHalf:
             self._pending.refused.append(request.request_id)
             return
         decode.loaded = external
-        start = reference.tokens - external
         if decode.in_step:
             decode.blocks = block_ids
+        start = reference.tokens - external
         self._pending.loads.append(
             Load(
                 request.request_id,
