@@ -213,8 +213,8 @@ class Landing:
             self._abandon(read)
 
     def _advance(self, read: DetouredRead) -> None:
-        """As far as it goes without waiting: nowhere, where it waits for a slot and none is free. For what was asked for the board
-        is looked at once."""
+        """As far as it goes without waiting: nowhere, where it waits for a slot and none is free. For what was asked for the
+        board is looked at once."""
         if not read.flights and not read.pieces.over and not self._limbo and not self._slots_of(read).free:
             return
         looked, source = False, read.detoured.source
