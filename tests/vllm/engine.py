@@ -232,7 +232,6 @@ def engine_args(setup: Setup) -> Iterator[dict[str, Any]]:
             architectures.llama(num_hidden_layers=1, num_key_value_heads=setup.drafter).save_pretrained(guesses)
             speculative = {"method": "eagle", "model": guesses, "num_speculative_tokens": setup.speculative}
         with_connector = {
-            "async_scheduling": setup.ahead,
             "kv_transfer_config": KVTransferConfig(
                 kv_connector="KVFerryConnector",
                 kv_connector_module_path="kvferry.engines.vllm",
@@ -270,6 +269,7 @@ def _model(setup: Setup) -> tuple[Any, Any, dict[str, Any]]:
     """A rank's configuration, its model, and the cache specs of its layers."""
     with engine_args(setup) as args:
         config = EngineArgs(**args).create_engine_config()
+    config.scheduler_config.async_scheduling = setup.ahead
     with as_rank(setup, config):
         with torch.device(setup.device), set_default_torch_dtype(config.model_config.dtype):
             model = initialize_model(vllm_config=config)

@@ -126,8 +126,8 @@ class TestInAStep:
     @pytest.mark.parametrize("ending", ["preempted", "aborted"])
     def test_what_is_lost_in_a_step_of_a_request_that_leaves_it_is_not_taken_for_right(self, ending: str, role: str) -> None:
         """Neither its token nor its blocks, nor what was computed after them: before its loss is told it is preempted, to be
-        computed anew, or aborted."""
-        consumer = side(prefix_caching=True, ahead=True, blocks=60, role=role)
+        computed anew, which vLLM does to nobody in flight where it schedules ahead, or aborted."""
+        consumer = side(prefix_caching=True, ahead=ending == "aborted", blocks=60, role=role)
         with engines(*sides("llama", side(), consumer)) as (there, here):
             acquainted(there, here)
             here.scheduler.add_request(here.request("other", prompt(9, 64), None, max_tokens=9))

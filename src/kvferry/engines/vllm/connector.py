@@ -157,7 +157,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         overwritten = self.scheduler.overwritten() if zeroed else ()
         if overwritten:
             scheduler_output.new_block_ids_to_zero = [block for block in zeroed if block not in overwritten] or None
-        return self.scheduler.orders(idle=not scheduler_output.total_num_scheduled_tokens)
+        first = (request.req_id for request in scheduler_output.scheduled_new_reqs)
+        return self.scheduler.orders(scheduler_output.num_scheduled_tokens, first)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM takes up what has been loaded after this, also what was not when the step ended that this is the output of."""

@@ -156,6 +156,10 @@ class Haste:
             self._gaps.append(self._began - began)
         self._computed = not idle
 
+    def rest(self) -> None:
+        """The next step takes on none."""
+        self._rests = True
+
     def knows(self, peer: PeerKey) -> bool:
         return peer in self._paces
 

@@ -8,10 +8,13 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from kvferry.engines.vllm.cargo import Orders, Report
+from kvferry.engines.vllm.firsts import Firsts
 from kvferry.session import PeerKey, Reference
 
 
 class Nearby(Protocol):
+    def attend(self, firsts: Firsts) -> None: ...
+
     def begin(self, orders: Orders) -> None: ...
 
     def loaded(self, most: int) -> tuple[set[str], Report]: ...

@@ -25,6 +25,7 @@ import msgspec
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.decodes import Decode, References, Stage
 from kvferry.engines.vllm.drafters import without_other_drafters
+from kvferry.engines.vllm.firsts import Firsts
 from kvferry.engines.vllm.haste import Haste, grace_s, looks_ahead, may_hurry, may_pledge
 from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.media import are_named_by_request
@@ -117,6 +118,8 @@ class SchedulerHalf:
         self._grace_s = grace_s(kv_cache_config)
         self._may_pledge = self._grace_s > 0 and may_pledge(config, kv_cache_config)
         self._haste = Haste(self.can_undo, ahead=self._ahead)
+        self._firsts = Firsts()
+        self._may_hold = self._ahead and config.parallel_config.data_parallel_size == 1
         self._stats = FerryStats()
         origin = Origin(self._address, self._engine, self._incarnation, self._secret)
         self._prefills = Prefills(origin, self._producer, self._groups, self._stats, self._digest, options.lease_s / 3)
@@ -136,8 +139,11 @@ class SchedulerHalf:
                     "KVFerryConnector first"
                 )
         self._cards = tuple(self._stamped(found.card) for _, found in sorted(cards.items()))
-        if self._may_pledge and rank_nearby(self._engine) is not None:
+        rank = rank_nearby(self._engine)
+        if rank is not None and self._may_pledge:
             self._haste = Haste(True, ahead=self._ahead)
+        if rank is not None and self._may_hold:
+            rank.attend(self._firsts)
         if self._listener is not None:
             welcome = Welcome(
                 self._engine, self._incarnation, self._options.lease_s, self._cards, role=self._role, grace_s=self._grace_s
@@ -196,7 +202,7 @@ class SchedulerHalf:
             self._arrive_decode(request, params)
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
-        found = self._decodes[request.request_id] = Decode(family_of(request.request_id), params)
+        found = self._decodes[request.request_id] = Decode(family_of(request.request_id), request, params)
         self._families[found.family] += 1
         self._unread[request.request_id] = request
         self._haste.came()
@@ -371,11 +377,17 @@ class SchedulerHalf:
                 out.update(table if isinstance(table, list) else (table,))
         return out
 
-    def orders(self, idle: bool = False) -> Orders:
+    def orders(self, computed: Mapping[str, int], first: Iterable[str]) -> Orders:
+        """For a step that has been put together: so many tokens are `computed` of these requests, and for some of them it is
+        the `first` step."""
+        idle = not computed
         heard = self._listener.take() if self._listener is not None else ()
         closing, opened = self._prefills.turn(heard, self._clock())
         pending, self._pending = self._pending, _Pending()
         self._haste.new_step(idle)
+        self._firsts.begin(idle, self._with_first_tokens(computed, first))
+        if self._firsts.will_hold:
+            self._haste.rest()
         for request in [*islice(self._unread.values(), READ_A_STEP)]:
             self._read(request, self._decodes[request.request_id])
         for decode in self._unhashable.values():
@@ -387,13 +399,21 @@ class SchedulerHalf:
             tuple(pending.meetings),
             tuple(pending.loads),
             tuple(pending.refused),
-            idle,
+            idle and not self._firsts.holds,
         )
         rank = rank_nearby(self._engine)
         if rank is None:
             return orders
         rank.begin(orders)
-        return Orders(idle=idle, begun=True)
+        return Orders(idle=orders.idle, begun=True)
+
+    def _with_first_tokens(self, computed: Mapping[str, int], first: Iterable[str]) -> list[Any]:
+        """The requests of a step, None for those that are not known or compute more than a token, if one that was loaded is
+        computed in it for the first time."""
+        if not any(map(self._decodes.__contains__, first)):
+            return []
+        found = [(self._decodes.get(identity), tokens) for identity, tokens in computed.items()]
+        return [decode.request if decode is not None and tokens == 1 else None for decode, tokens in found]
 
     def _forgotten(self, pending: _Pending) -> tuple[PeerKey, ...]:
         """Producers that ranks may let go of; one that is met again in this very step is kept."""
@@ -409,6 +429,7 @@ class SchedulerHalf:
     def results(self, sent: set[str], received: set[str], failed: set[str], report: Report | None) -> set[str]:
         """What all ranks have reported of leases and loads, and what a rank nearby has loaded since; all loads of which vLLM is
         to hear now, so that it runs those that are whole in the step that it puts together next."""
+        self._firsts.looked()
         self._producer.close_all(sent)
         report, rank = report or Report(), rank_nearby(self._engine)
         if rank is not None:

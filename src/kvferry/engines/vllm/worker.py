@@ -20,6 +20,7 @@ from vllm.version import __version__
 
 from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.drafters import without_other_drafters
+from kvferry.engines.vllm.firsts import Firsts
 from kvferry.engines.vllm.haste import grace_s
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.nearby import stay_nearby
@@ -61,6 +62,7 @@ class WorkerHalf:
         self._in_step: dict[str, Load] = {}
         self._over: list[Outcome] = []
         self._idle = self._was_idle = self._asked = self._lost = False
+        self._firsts: Firsts | None = None
         self._closing = threading.Event()
         self._invalid: set[int] = set()
         self._report = Report()
@@ -130,6 +132,8 @@ class WorkerHalf:
         """Before the forward pass is launched."""
         if not orders.begun:
             self.begin(orders)
+        if self._firsts is not None:
+            self._firsts.launch()
         if self._in_step and self._ferry is not None and not (self._wharf is not None and self._wharf.holds_the_engine_back()):
             self._ferry.settle(self._in_step.keys(), self._options.read_s)
         self._was_idle, self._idle = self._idle, orders.idle
@@ -151,6 +155,10 @@ class WorkerHalf:
         self._ferry.load(*orders.loads)
         self._in_step.update((load.request, load) for load in orders.loads if load.in_step)
         self._refused.update(orders.refused)
+
+    def attend(self, firsts: Firsts) -> None:
+        """To be told when steps are launched, and have been."""
+        self._firsts = firsts
 
     def pace(self, peer: PeerKey) -> float | None:
         """Seconds a token that a load from a producer should take at most, where a step may wait for it."""
@@ -201,6 +209,8 @@ class WorkerHalf:
         if loaded or in_step:
             report = self._noted(loaded, Report(ended=frozenset(in_step), failed=frozenset(lost)))
             self._report = self._report.aggregate(report)
+        if self._firsts is not None:
+            self._firsts.launched()
         return sent, received, failed
 
     def loaded(self, most: int) -> tuple[set[str], Report]:
