@@ -177,16 +177,18 @@ class TestWithVllm:
             there.step_until(lambda: not there.scheduler.requests)
             assert (there.held, here.held) == (0, 0)
 
-    def test_beside_a_request_that_was_not_loaded_nobody_is_held(self) -> None:
+    @pytest.mark.parametrize("decoding", [True, False])
+    def test_who_decodes_beside_is_held_too_but_beside_a_prompt_nobody(self, decoding: bool) -> None:
         with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
             acquainted(there, here)
             here.scheduler.add_request(here.request("own", prompt(4), None, max_tokens=8))
-            here.step()
+            if decoding:
+                here.step()
             arrive(there, here, "r", 2)
             one = here.begin()
-            assert set(one[0].num_scheduled_tokens) == {"r", "own"}
+            assert one[0].num_scheduled_tokens == {"r": 1, "own": 1 if decoding else len(prompt(4))}
             two = here.begin()
-            assert set(two[0].num_scheduled_tokens) == {"r", "own"}
+            assert two[0].num_scheduled_tokens == ({} if decoding else {"r": 1, "own": 1})
             here.end(*one)
             here.end(*two)
             here.step_until(lambda: not here.scheduler.requests)

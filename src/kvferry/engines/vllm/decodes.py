@@ -33,13 +33,12 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Decode:
-    """A `request` that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
+    """A request that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
     `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
     part of. `in_step`: it is loaded in the step that first computes it, and `pledged` until then if it must not fail there;
     its `blocks`, from where it is loaded on, are then found by their hash before they are right."""
 
     family: str
-    request: Any
     unread: Mapping[str, Any] | None = None
     reference: Reference | None = None
     sibling: Reference | None = None

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -108,6 +109,7 @@ class SchedulerHalf:
         longest = config.model_config.max_model_len
         self._references = References(self._courier, self._seeking, self._secret, longest, self._digests)
         self._evict: Callable[[set[int]], None] | None = None
+        self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._decodes: dict[str, Decode] = {}
         self._unhashable: dict[str, Decode] = {}
         self._unread: dict[str, Any] = {}
@@ -193,6 +195,7 @@ class SchedulerHalf:
         return meeting
 
     def arrive(self, request: Any) -> None:
+        self._requests[request.request_id] = request
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and self._produces:
             self._prefills.arrive(request)
@@ -202,7 +205,7 @@ class SchedulerHalf:
             self._arrive_decode(request, params)
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
-        found = self._decodes[request.request_id] = Decode(family_of(request.request_id), request, params)
+        found = self._decodes[request.request_id] = Decode(family_of(request.request_id), params)
         self._families[found.family] += 1
         self._unread[request.request_id] = request
         self._haste.came()
@@ -408,12 +411,11 @@ class SchedulerHalf:
         return Orders(idle=orders.idle, begun=True)
 
     def _with_first_tokens(self, computed: Mapping[str, int], first: Iterable[str]) -> list[Any]:
-        """The requests of a step, None for those that are not known or compute more than a token, if one that was loaded is
-        computed in it for the first time."""
+        """The requests of a step, None for those that compute more than a token, if one that was loaded is computed in it for
+        the first time."""
         if not any(map(self._decodes.__contains__, first)):
             return []
-        found = [(self._decodes.get(identity), tokens) for identity, tokens in computed.items()]
-        return [decode.request if decode is not None and tokens == 1 else None for decode, tokens in found]
+        return [self._requests.get(identity) if tokens == 1 else None for identity, tokens in computed.items()]
 
     def _forgotten(self, pending: _Pending) -> tuple[PeerKey, ...]:
         """Producers that ranks may let go of; one that is met again in this very step is kept."""
