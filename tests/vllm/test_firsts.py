@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from served import Engine, engines, side, sides
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm import firsts
@@ -16,6 +17,7 @@ from kvferry.engines.vllm.firsts import WAIT, Firsts
 from kvferry.engines.vllm.haste import Haste
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.fleet.patches import stands_as_read
+from kvferry.session import Lease
 from kvferry.session.links import Links
 
 pytestmark = pytest.mark.vllm
@@ -203,6 +205,28 @@ class TestWithVllm:
             here.end(*one)
             here.end(*two)
             here.step_until(lambda: not here.scheduler.requests)
+            there.step_until(lambda: not there.scheduler.requests)
+            assert (there.held, here.held) == (0, 0)
+
+    def test_a_request_whose_load_is_lost_in_its_step_fails_and_the_others_go_on(self) -> None:
+        with engines(*sides("llama", side(), side(ahead=True, prefix_caching=True))) as (there, here):
+            acquainted(there, here)
+            lost = there.prefill("lost", prompt(2))
+            assert lost is not None
+            said = lost["kvferry"]["lease"]
+            there.connectors[0].worker._words.kill(Lease(said["slot"], int(said["generation"])))
+            here.scheduler.add_request(here.request("lost", prompt(2), lost, max_tokens=8))
+            arrive(there, here, "r", 3)
+            one = here.begin()
+            assert one[0].num_scheduled_tokens == {"lost": 1, "r": 1}
+            two = here.begin()
+            assert not two[0].num_scheduled_tokens
+            here.end(*one)
+            assert here.outputs["lost"].finish_reason is FinishReason.ERROR
+            here.end(*two)
+            here.step_until(lambda: not here.scheduler.requests)
+            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
+            assert here.scheduled["lost"] == 1
             there.step_until(lambda: not there.scheduler.requests)
             assert (there.held, here.held) == (0, 0)
 

@@ -1,6 +1,6 @@
 """What a load would cost by each way, in seconds, from few numbers of the path and of the memory at its ends.
 
-    direct    a round, every descriptor, the bytes on the wire
+    direct    some rounds, every descriptor, the bytes on the wire
     packed    an answer; then gather, wire and scatter beside each other, by pieces of some rounds each; no wire where the ring
               that was gathered into can be mapped
     staged    every covering stretch, its bytes on the wire; the scatter of what is in them beside it; pieces as well
@@ -79,11 +79,11 @@ WORTH: Final = 1.1
 """How many times cheaper staging must be foretold to be used instead of descriptors."""
 PACKED_ROUNDS: Final = 6
 MAPPED_ROUNDS: Final = 2
-STAGED_ROUNDS: Final = 3
+READ_ROUNDS: Final = 3
 """What a piece takes beyond its bytes, in rounds, as found with many small ones: to be asked for and found on the board, read,
-checked, let go of and bound; out of a mapped ring to be asked for, let go of and bound; a staged one only to be read, let go of
-and bound. On either a round is mostly the work of this
-process and of its transport, as it is where nothing but a word is read."""
+checked, let go of and bound; out of a mapped ring to be asked for, let go of and bound; a staged one, and whatever is read
+directly, only to be read, let go of and bound. A round is mostly the work of this process and of its transport, as it is where
+nothing but a word is read."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def through(detour: Detour, tiles: Mapping[Key, Tiles]) -> Through:
 
 
 def direct_s(load: Counts, rates: Rates) -> float:
-    return rates.wire.round_s + load.runs * rates.wire.descriptor_s + load.bytes * rates.wire.byte_s
+    return READ_ROUNDS * rates.wire.round_s + load.runs * rates.wire.descriptor_s + load.bytes * rates.wire.byte_s
 
 
 def mapped_s(load: Counts, rates: Rates) -> float:
@@ -200,7 +200,7 @@ def staged_s(load: Through, rates: Rates, piece: int) -> float:
     pieces = max(1, -(-load.staged // piece))
     wire, scattering = rates.wire, rates.scattering
     stages = (
-        STAGED_ROUNDS * wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
+        READ_ROUNDS * wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
         scattering.launch_s + (load.scattered * scattering.run_s + load.bytes * scattering.byte_s) / pieces,
     )
     return sum(stages) + (pieces - 1) * (max(stages) if scattering.beside else sum(stages))
