@@ -16,7 +16,7 @@ from kvferry.models import Side, load_model
 from kvferry.plan import Binder, Fleet, Request, make_plans
 from kvferry.plan.detour import packed, staged
 from kvferry.strategy import HostMover, cost, probing
-from kvferry.strategy.cost import PACKED_ROUNDS, READ_ROUNDS, Copying, Counter, Counts, Rates, Through, Way, Wire
+from kvferry.strategy.cost import PACKED_ROUNDS, STAGED_ROUNDS, Copying, Counter, Counts, Rates, Through, Way, Wire
 from kvferry.strategy.forecast import USUAL, forecasts
 from kvferry.strategy.landing import piece_bytes
 from kvferry.strategy.probing import copying_of
@@ -64,11 +64,13 @@ def test_descending_blocks_are_one_run_too() -> None:
 
 
 def test_every_number_is_charged_for() -> None:
-    assert cost.direct_s(Counts(10, 3), ONE) == READ_ROUNDS + 3 + 10
+    assert cost.direct_s(Counts(10, 3), ONE) == 1 + 3 + 10
+    longer = replace(ONE, wire=replace(ONE.wire, read_s=5.0))
+    assert cost.direct_s(Counts(10, 3), longer) == 5 + 3 + 10
     assert cost.mapped_s(Counts(10, 3), ONE) == 1 + 3 + 10
     load = Through(bytes=8, staged=10, gathered=2, scattered=3)
     assert cost.packed_s(load, ONE, 10, 4) == 1 + 1 + (1 + 2 + 8) + (PACKED_ROUNDS + 1 + 10) + (1 + 3 + 8)
-    assert cost.staged_s(load, ONE, 10) == (READ_ROUNDS + 2 + 10) + (1 + 3 + 8)
+    assert cost.staged_s(load, ONE, 10) == (STAGED_ROUNDS + 2 + 10) + (1 + 3 + 8)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_a_thread_that_does_it_all_itself_gains_nothing_by_more_pieces() -> None
     """Each is handled by itself: on host memory reading and scattering take turns, and only the gather is beside them."""
     load = Through(bytes=1000, staged=1000, gathered=10, scattered=10)
     for pieces in (2, 4, 10):
-        extra = (pieces - 1) * (READ_ROUNDS + ONE.scattering.launch_s)
+        extra = (pieces - 1) * (STAGED_ROUNDS + ONE.scattering.launch_s)
         assert cost.staged_s(load, ONE, 1000 // pieces) == pytest.approx(cost.staged_s(load, ONE, 1000) + extra)
 
 
@@ -134,6 +136,20 @@ def test_what_is_read_to_learn_what_a_path_costs_is_no_whole_slot_if_that_is_lon
     found = target.rates(target.connect(source.metadata()))
     assert found.wire.byte_s != cost.WIRES[found.path].byte_s
     assert max(lengths) == 1 << 17 < host_staging(1 << 23).slot
+
+
+def test_what_the_first_descriptors_cost_beyond_the_others_is_a_reads_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def took(wire: Any, prepared: Any, tiles: Any, *_: Any) -> float:
+        count = len(tiles[0, 0].src_block)
+        return 1e-4 if count == 1 else 4e-4 + 2e-6 * count
+
+    monkeypatch.setattr(probing, "_timed", took)
+    harbour = Harbour()
+    source, target = (
+        Scattered(InProcessTransport(name, harbour), host_staging(1 << 23), HostMover(), Settings(("packed",))) for name in "pd"
+    )
+    found = target.rates(target.connect(source.metadata())).wire
+    assert (found.round_s, found.descriptor_s, found.read_s) == pytest.approx((1e-4, 2e-6, 4e-4))
 
 
 def test_pieces_overlap_and_a_small_ring_is_waited_for() -> None:

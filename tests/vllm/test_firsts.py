@@ -3,6 +3,7 @@ scheduler and by a clock that the tests turn."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,8 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm import firsts
 from kvferry.engines.vllm.cargo import Orders
-from kvferry.engines.vllm.firsts import WAIT, Firsts
-from kvferry.engines.vllm.haste import Haste
+from kvferry.engines.vllm.firsts import EMPTY_S, PATIENCE, WAIT, Firsts, may_hold
+from kvferry.engines.vllm.haste import Haste, looks_ahead
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.fleet.patches import stands_as_read
 from kvferry.session import Lease
@@ -23,96 +24,150 @@ from kvferry.session.links import Links
 pytestmark = pytest.mark.vllm
 
 LAUNCH_S = 0.02
-QUICK, SLOW = LAUNCH_S * WAIT, LAUNCH_S * WAIT * 1.01
+QUICK = LAUNCH_S * WAIT
+SLOW = QUICK * 1.01
 
 
-class Engines:
-    """Steps of an engine with two batches in flight, each launched in the same time."""
+class Steps:
+    """Steps of an engine with two batches in flight."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.firsts = Firsts(lambda: self.now)
 
-    def step(self, *requests: Any, idle: bool = False, wait_s: float = QUICK) -> bool:
+    def step(self, *requests: Any, idle: bool = False, launch_s: float = LAUNCH_S, wait_s: float = QUICK) -> bool:
         """Whether its requests are held in the next one."""
         self.firsts.begin(idle, requests)
         will_hold = self.firsts.will_hold
         self.firsts.launch()
-        self.now += 0.0 if idle else LAUNCH_S
+        assert self.firsts.will_hold is will_hold
+        self.now += 0.0 if idle else launch_s
         self.firsts.launched()
         self.now += wait_s
         self.firsts.looked()
         return will_hold
+
+    def hold(self, wait_s: float) -> None:
+        assert self.step(request())
+        self.step(idle=True, wait_s=wait_s)
+        assert self.firsts.holds
 
 
 def request(eligible: int = 7) -> Any:
     return SimpleNamespace(next_decode_eligible_step=eligible)
 
 
+def known(wait_s: float = 0.0) -> Steps:
+    found = Steps()
+    for _ in range(5):
+        found.step(wait_s=wait_s)
+    return found
+
+
 class TestWhen:
     def test_nobody_is_held_before_anything_is_known(self) -> None:
-        found = Engines()
+        found = Steps()
         assert not found.step(request())
         assert not found.firsts.holds
 
-    @pytest.mark.parametrize(("wait_s", "held"), [(0.0, True), (QUICK, True), (SLOW, False), (1.0, False)])
-    def test_results_that_are_waited_for_hold_nobody(self, wait_s: float, held: bool) -> None:
-        found = Engines()
-        found.step(wait_s=1.0)
-        found.step(wait_s=wait_s)
-        assert found.step(request()) is held
+    @pytest.mark.parametrize(("wait_s", "held"), [(0.0, True), (QUICK * 0.99, True), (SLOW, False), (1.0, False)])
+    def test_it_is_tried_where_results_are_not_waited_for_after_a_next_step(self, wait_s: float, held: bool) -> None:
+        assert known(wait_s).step(request()) is held
 
-    def test_most_of_the_last_steps_decide(self) -> None:
-        found = Engines()
-        for wait_s in (SLOW, SLOW, SLOW, 0.0, 0.0, 0.0, 0.0):
+    def test_most_of_the_last_steps_decide_whether_it_is_tried(self) -> None:
+        found = Steps()
+        for wait_s in (0.0, SLOW, SLOW, SLOW, 0.0, 0.0, 0.0, 0.0):
             found.step(wait_s=wait_s)
         assert found.step(request())
-        for _ in range(9):
-            found.step(wait_s=SLOW)
+
+    def test_where_it_was_tried_the_wait_for_those_tokens_decides(self) -> None:
+        """As with a graph, which the device begins when it has been launched: after a next step nobody waits for results."""
+        found = known()
+        found.hold(wait_s=1.0)
+        for _ in range(20):
+            found.step(wait_s=0.0)
+            assert not found.step(request())
+
+    @pytest.mark.parametrize(("late", "held"), [(-1e-6, True), (1e-6, False)])
+    def test_that_wait_and_vllms_rest_may_take_a_part_of_what_a_launch_does(self, late: float, held: bool) -> None:
+        """The launch of a next step, not of one in which loads are waited for, or which computes nothing."""
+        found = known()
+        for _ in range(6):
+            found.step(request(), None, launch_s=9.0)
+            found.step(idle=True)
+        assert found.step(request(), launch_s=9.0)
+        found.step(idle=True, wait_s=QUICK - EMPTY_S + late)
+        found.step()
+        assert found.step(request()) is held
+
+    def test_it_is_tried_again_after_a_while(self) -> None:
+        found = known()
+        found.hold(wait_s=1.0)
+        held = [found.step(request()) for _ in range(PATIENCE + 1)]
+        assert held == [False] * PATIENCE + [True]
+
+    def test_results_that_a_launch_needs_tell_nothing(self) -> None:
+        found = Steps()
+        for _ in range(5):
+            found.firsts.begin(False)
+            found.firsts.looked()
+            found.now += LAUNCH_S
+            found.firsts.launched()
+            found.firsts.looked()
         assert not found.step(request())
 
-    def test_what_is_waited_for_while_tokens_are_held_counts_too(self) -> None:
-        found = Engines()
+    def test_steps_after_which_nothing_computed_is_looked_at_tell_nothing(self) -> None:
+        found = Steps()
         for _ in range(3):
-            found.step()
-        for _ in range(2):
-            assert found.step(request())
-            found.step(idle=True, wait_s=1.0)
-            assert found.firsts.holds
-        assert not found.step(request())
-        found.step(idle=True)
-        assert not found.firsts.holds
-
-    def test_steps_after_which_nothing_computed_is_looked_at_say_nothing(self) -> None:
-        found = Engines()
-        found.step(request(), wait_s=0.0)
-        found.step(idle=True, wait_s=0.0)
-        found.step(wait_s=0.0)
-        found.firsts.looked()
+            found.step(request(), wait_s=0.0)
+            found.step(idle=True, wait_s=0.0)
+            found.step(wait_s=0.0)
+            found.firsts.looked()
+            found.step(idle=True, wait_s=0.0)
         assert not found.step(request())
 
     def test_a_step_with_somebody_who_cannot_be_held_is_followed_by_another(self) -> None:
-        found = Engines()
-        found.step()
-        found.step()
+        found = known()
         assert not found.step(request(), None)
         assert not found.step(request(), SimpleNamespace())
         assert found.step(request())
 
+    def test_who_comes_in_between_does_not_have_the_others_held_again(self) -> None:
+        found = known()
+        assert found.step(request())
+        assert not found.step(request())
+        assert not found.firsts.holds
+        assert found.step(request())
+
     def test_vllm_has_its_own_word_on_a_request_back(self) -> None:
-        found, held = Engines(), request(7)
-        found.step()
-        found.step()
+        found, held = known(), request(7)
         assert found.step(held)
+        found.firsts.launch()
         assert held.next_decode_eligible_step > 1_000_000
         found.step(idle=True)
         assert held.next_decode_eligible_step == 7
+
+    @pytest.mark.parametrize(
+        ("ahead", "runner", "data", "stages", "possible"),
+        [(True, True, 1, 1, True), (False, True, 1, 1, False), (True, False, 1, 1, False), (True, True, 2, 1, False),
+         (True, True, 1, 2, False)],
+    )  # fmt: skip
+    def test_an_engine_alone_that_launches_ahead_with_the_newer_runner(
+        self, ahead: bool, runner: bool, data: int, stages: int, possible: bool
+    ) -> None:
+        found = SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=ahead),
+            parallel_config=SimpleNamespace(data_parallel_size=data, pipeline_parallel_size=stages),
+            use_v2_model_runner=runner,
+        )
+        assert may_hold(found) is possible
 
 
 @pytest.fixture
 def _nearby(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks live in their scheduler's process, as on a device, and what is connected counts as mapped and quick."""
     monkeypatch.setattr(firsts, "WAIT", 1e9)
+    monkeypatch.setattr("kvferry.engines.vllm.scheduler.may_hold", looks_ahead)
     monkeypatch.setattr(Wharf, "on_device", property(lambda self: True))
     monkeypatch.setattr(Wharf, "holds_the_engine_back", lambda self: False)
     connect, saw = Links.connect, Haste.saw
@@ -138,13 +193,19 @@ def arrive(there: Engine, here: Engine, name: str, seed: int) -> Any:
 
 
 def acquainted(there: Engine, here: Engine) -> None:
-    """The producer is known, results count as there when a step has been launched, and vLLM says when a request may go on."""
+    """The producer is known, no results were waited for after the launch of a next step, and vLLM says when a request may go
+    on."""
     here.scheduler.use_v2_model_runner = True
     arrive(there, here, "first", 1)
     here.step_until(lambda: "first" in here.outputs)
+    flying = here.begin()
+    for _ in range(3):
+        following = here.begin()
+        here.end(*flying)
+        flying = following
+    here.end(*flying)
     here.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
     here.idle()
-    here.connector.scheduler._firsts._waits.append(-1.0)
 
 
 @pytest.mark.usefixtures("_nearby")
@@ -200,6 +261,7 @@ class TestWithVllm:
             acquainted(there, here)
             arrive(there, here, "r", 2)
             one = here.begin()
+            assert here.connector.scheduler._firsts.will_hold
             here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
             two = here.begin()
             here.end(*one)
@@ -235,6 +297,36 @@ class TestWithVllm:
             acquainted(there, here)
             arrive(there, here, "r", 2)
             here.step()
-            assert here.connector.scheduler._firsts.will_hold
+            assert not here.connector.scheduler._firsts.will_hold
             here.step()
             assert here.scheduled["r"] == 2
+
+    def test_who_was_loaded_beside_the_steps_meanwhile_waits_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
+            acquainted(there, here)
+            arrive(there, here, "r", 2)
+            for _ in range(2):
+                here.step()
+            zero = here.begin()
+            arrive(there, here, "beside", 3)
+            ferry, deadline = here.connectors[0].worker._ferry, time.monotonic() + 20
+            with monkeypatch.context() as patch, ferry._turn:
+                patch.setattr(Haste, "allows", lambda *_: False)
+                one = here.begin()
+                here.end(*zero)
+            while "beside" not in [outcome.request for outcome in ferry._passage.outcomes]:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            arrive(there, here, "in its step", 4)
+            two = here.begin()
+            assert two[0].num_scheduled_tokens == {"r": 1, "in its step": 1}
+            here.end(*one)
+            three = here.begin()
+            assert not three[0].num_scheduled_tokens
+            here.end(*two)
+            four = here.begin()
+            assert four[0].num_scheduled_tokens == {"r": 1, "in its step": 1, "beside": 1}
+            here.end(*three)
+            here.end(*four)
+            here.step_until(lambda: not here.scheduler.requests)
+            assert here.scheduled["beside"] == 8

@@ -1,6 +1,6 @@
 """What a load would cost by each way, in seconds, from few numbers of the path and of the memory at its ends.
 
-    direct    some rounds, every descriptor, the bytes on the wire
+    direct    a read, every descriptor, the bytes on the wire
     packed    an answer; then gather, wire and scatter beside each other, by pieces of some rounds each; no wire where the ring
               that was gathered into can be mapped
     staged    every covering stretch, its bytes on the wire; the scatter of what is in them beside it; pieces as well
@@ -32,13 +32,14 @@ WAYS: Final[tuple[Way, ...]] = ("direct", "mapped", "packed", "staged")
 
 
 class Wire(Struct, frozen=True):
-    """A path: seconds of a small read there and back, of every descriptor, of every byte; and until a producer has begun what
-    it was asked for."""
+    """A path: seconds of a word there and back, of every descriptor, of every byte; and until a producer has begun what it was
+    asked for. `read_s`: what a read of several descriptors takes beside them, where that is more than a word takes."""
 
     round_s: float
     descriptor_s: float
     byte_s: float
     answer_s: float
+    read_s: float = 0.0
 
 
 class Copying(Struct, frozen=True):
@@ -63,9 +64,9 @@ class Rates(Struct, frozen=True):
 HOST: Final = Copying(20e-6, 8e-9, 1 / 1.8e9)
 DEVICE: Final = Copying(30e-6, 0.02e-9, 1 / 1.2e12, beside=True)
 WIRES: Final[Mapping[str, Wire]] = {
-    "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 1.5e-3),
-    "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 1.5e-3),
-    "PCIe": Wire(60e-6, 6e-6, 1 / 45e9, 1.5e-3),
+    "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 1.5e-3, 0.3e-3),
+    "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 1.5e-3, 0.3e-3),
+    "PCIe": Wire(60e-6, 6e-6, 1 / 45e9, 1.5e-3, 0.3e-3),
     "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1.5e-3),
     "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 1e-3),
     "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3),
@@ -79,11 +80,10 @@ WORTH: Final = 1.1
 """How many times cheaper staging must be foretold to be used instead of descriptors."""
 PACKED_ROUNDS: Final = 6
 MAPPED_ROUNDS: Final = 2
-READ_ROUNDS: Final = 3
+STAGED_ROUNDS: Final = 3
 """What a piece takes beyond its bytes, in rounds, as found with many small ones: to be asked for and found on the board, read,
-checked, let go of and bound; out of a mapped ring to be asked for, let go of and bound; a staged one, and whatever is read
-directly, only to be read, let go of and bound. A round is mostly the work of this process and of its transport, as it is where
-nothing but a word is read."""
+checked, let go of and bound; out of a mapped ring to be asked for, let go of and bound; a staged one only to be read, let go of
+and bound. A round is mostly the work of this process and of its transport, as it is where nothing but a word is read."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def through(detour: Detour, tiles: Mapping[Key, Tiles]) -> Through:
 
 
 def direct_s(load: Counts, rates: Rates) -> float:
-    return READ_ROUNDS * rates.wire.round_s + load.runs * rates.wire.descriptor_s + load.bytes * rates.wire.byte_s
+    wire = rates.wire
+    return max(wire.round_s, wire.read_s) + load.runs * wire.descriptor_s + load.bytes * wire.byte_s
 
 
 def mapped_s(load: Counts, rates: Rates) -> float:
@@ -200,7 +201,7 @@ def staged_s(load: Through, rates: Rates, piece: int) -> float:
     pieces = max(1, -(-load.staged // piece))
     wire, scattering = rates.wire, rates.scattering
     stages = (
-        READ_ROUNDS * wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
+        STAGED_ROUNDS * wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
         scattering.launch_s + (load.scattered * scattering.run_s + load.bytes * scattering.byte_s) / pieces,
     )
     return sum(stages) + (pieces - 1) * (max(stages) if scattering.beside else sum(stages))

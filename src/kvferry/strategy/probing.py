@@ -28,6 +28,8 @@ _LONG: Final = 256 << 20
 """A quarter of a millisecond at a device's own pace, and not too long at a NIC's for those who wait meanwhile."""
 _CRUMBS: Final = 1024
 """So many descriptors of a few bytes are read to learn what one costs: more than are posted in one go."""
+_FEW: Final = 64
+"""As many as a state may have. Over CUDA IPC the first cost more than those that follow."""
 _CRUMB: Final = 32
 _TIMES: Final = 3
 _SHORT: Final = 4
@@ -57,24 +59,29 @@ def probed(
     if length < most and together < _SOON_S:
         length = most
         together = seconds(source.ring, pages(source.offer, 0, staging.slot, slot, length))
-    apart = seconds(*_crumbs(wire, source, staging, slot))
+    crumbs = _crumbs(wire, source, staging, slot)
+    few, apart = seconds(crumbs, _every_other(_FEW)), seconds(crumbs, _every_other(_CRUMBS))
     device = "vram" in (source.offer.memory, staging.storage.memory)
     path = cost.of_path(wire.path(source.peer).name, device)
     usual = cost.WIRES[path]
     byte_s = max(together - round_s, 0.1 * together) / length
-    descriptor_s = max(apart - round_s, 0.1 * apart) / _CRUMBS
-    return Wire(round_s, descriptor_s, byte_s, usual.answer_s), path
+    descriptor_s = max(apart - few, 0.1 * apart) / (_CRUMBS - _FEW)
+    return Wire(round_s, descriptor_s, byte_s, usual.answer_s, max(few - _FEW * descriptor_s, 0.0)), path
 
 
-def _crumbs(wire: Transport, source: Source, staging: Staging, slot: int) -> tuple[Prepared, dict[tuple[int, int], Tiles]]:
-    """Every other few bytes of the first slot of a ring."""
+def _crumbs(wire: Transport, source: Source, staging: Staging, slot: int) -> Prepared:
+    """The first slot of a ring, a few bytes at a time."""
     offer, landing = source.offer, staging.landing
     there = Region("ring", offer.slot, offer.ring, offer.memory, offer.device)
     here = Region("landing", staging.slot, landing.address + slot * staging.slot, landing.memory, landing.device)
     plan = paged(there, here, _CRUMB, (_CRUMB, offer.slot // _CRUMB), (_CRUMB, staging.slot // _CRUMB))
-    at = np.arange(0, 2 * _CRUMBS, 2, dtype=np.int64)
+    return wire.prepare(plan, 0, source.peer)
+
+
+def _every_other(count: int) -> dict[tuple[int, int], Tiles]:
+    at = np.arange(0, 2 * count, 2, dtype=np.int64)
     zeros = np.zeros_like(at)
-    return wire.prepare(plan, 0, source.peer), {(0, 0): Tiles(at, zeros, at, zeros)}
+    return {(0, 0): Tiles(at, zeros, at, zeros)}
 
 
 def copying_of(mover: Mover, ring: Storage) -> Copying:

@@ -26,7 +26,7 @@ import msgspec
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.decodes import Decode, References, Stage
 from kvferry.engines.vllm.drafters import without_other_drafters
-from kvferry.engines.vllm.firsts import Firsts
+from kvferry.engines.vllm.firsts import Firsts, may_hold
 from kvferry.engines.vllm.haste import Haste, grace_s, looks_ahead, may_hurry, may_pledge
 from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.media import are_named_by_request
@@ -121,7 +121,7 @@ class SchedulerHalf:
         self._may_pledge = self._grace_s > 0 and may_pledge(config, kv_cache_config)
         self._haste = Haste(self.can_undo, ahead=self._ahead)
         self._firsts = Firsts()
-        self._may_hold = self._ahead and config.parallel_config.data_parallel_size == 1
+        self._may_hold = may_hold(config)
         self._stats = FerryStats()
         origin = Origin(self._address, self._engine, self._incarnation, self._secret)
         self._prefills = Prefills(origin, self._producer, self._groups, self._stats, self._digest, options.lease_s / 3)
@@ -411,8 +411,8 @@ class SchedulerHalf:
         return Orders(idle=orders.idle, begun=True)
 
     def _with_first_tokens(self, computed: Mapping[str, int], first: Iterable[str]) -> list[Any]:
-        """The requests of a step, None for those that compute more than a token, if one that was loaded is computed in it for
-        the first time."""
+        """The requests of a step, None for those that compute more than a token, if one that came with a reference is computed
+        in it for the first time."""
         if not any(map(self._decodes.__contains__, first)):
             return []
         return [self._requests.get(identity) if tokens == 1 else None for identity, tokens in computed.items()]
@@ -435,7 +435,7 @@ class SchedulerHalf:
         self._producer.close_all(sent)
         report, rank = report or Report(), rank_nearby(self._engine)
         if rank is not None:
-            since, seen = rank.loaded(self._haste.most)
+            since, seen = rank.loaded(0 if self._firsts.will_hold else self._haste.most)
             if since:
                 received, report = received | since, report.aggregate(seen)
         for identity, blocks in report.unhashable.items():
