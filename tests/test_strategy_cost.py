@@ -65,7 +65,7 @@ def test_descending_blocks_are_one_run_too() -> None:
 
 def test_every_number_is_charged_for() -> None:
     assert cost.direct_s(Counts(10, 3), ONE) == 1 + 3 + 10
-    longer = replace(ONE, wire=replace(ONE.wire, read_s=5.0))
+    longer = replace(ONE, wire=replace(ONE.wire, begin_s=5.0))
     assert cost.direct_s(Counts(10, 3), longer) == 5 + 3 + 10
     assert cost.mapped_s(Counts(10, 3), ONE) == 1 + 3 + 10
     load = Through(bytes=8, staged=10, gathered=2, scattered=3)
@@ -149,7 +149,7 @@ def test_what_the_first_descriptors_cost_beyond_the_others_is_a_reads_own(monkey
         Scattered(InProcessTransport(name, harbour), host_staging(1 << 23), HostMover(), Settings(("packed",))) for name in "pd"
     )
     found = target.rates(target.connect(source.metadata())).wire
-    assert (found.round_s, found.descriptor_s, found.read_s) == pytest.approx((1e-4, 2e-6, 4e-4))
+    assert (found.round_s, found.descriptor_s, found.begin_s) == pytest.approx((1e-4, 2e-6, 4e-4))
 
 
 def test_pieces_overlap_and_a_small_ring_is_waited_for() -> None:

@@ -33,13 +33,13 @@ WAYS: Final[tuple[Way, ...]] = ("direct", "mapped", "packed", "staged")
 
 class Wire(Struct, frozen=True):
     """A path: seconds of a word there and back, of every descriptor, of every byte; and until a producer has begun what it was
-    asked for. `read_s`: what a read of several descriptors takes beside them, where that is more than a word takes."""
+    asked for. `begin_s`: what a read of several descriptors takes beside them, where that is more than a word takes."""
 
     round_s: float
     descriptor_s: float
     byte_s: float
     answer_s: float
-    read_s: float = 0.0
+    begin_s: float = 0.0
 
 
 class Copying(Struct, frozen=True):
@@ -165,7 +165,7 @@ def through(detour: Detour, tiles: Mapping[Key, Tiles]) -> Through:
 
 def direct_s(load: Counts, rates: Rates) -> float:
     wire = rates.wire
-    return max(wire.round_s, wire.read_s) + load.runs * wire.descriptor_s + load.bytes * wire.byte_s
+    return max(wire.round_s, wire.begin_s) + load.runs * wire.descriptor_s + load.bytes * wire.byte_s
 
 
 def mapped_s(load: Counts, rates: Rates) -> float:
