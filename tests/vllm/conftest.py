@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,3 +60,31 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What any thread may read counts as quick here: nothing is timed."""
+    from kvferry.engines.vllm.haste import Haste
+    from kvferry.fleet.patches import stands_as_read
+    from kvferry.session.links import Links
+
+    connect, saw = Links.connect, Haste.saw
+
+    def anywhere(self: Links, peer: Any) -> Any:
+        link = connect(self, peer)
+        link.anywhere = True
+        return link
+
+    monkeypatch.setattr(Links, "connect", anywhere)
+    monkeypatch.setattr(Links, "stands", stands_as_read)
+    monkeypatch.setattr(Haste, "saw", lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6))
+
+
+@pytest.fixture
+def _nearby(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is its whole engine has its orders with the step's, as it does on a device."""
+    from kvferry.engines.vllm.wharf import Wharf
+
+    monkeypatch.setattr(Wharf, "on_device", property(lambda self: True))
+    monkeypatch.setattr(Wharf, "holds_the_engine_back", lambda self: False)

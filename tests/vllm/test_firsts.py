@@ -16,10 +16,7 @@ from kvferry.engines.vllm import firsts
 from kvferry.engines.vllm.cargo import Orders
 from kvferry.engines.vllm.firsts import EMPTY_S, PATIENCE, WAIT, Firsts, may_hold
 from kvferry.engines.vllm.haste import Haste, looks_ahead
-from kvferry.engines.vllm.wharf import Wharf
-from kvferry.fleet.patches import stands_as_read
 from kvferry.session import Lease
-from kvferry.session.links import Links
 
 pytestmark = pytest.mark.vllm
 
@@ -164,22 +161,10 @@ class TestWhen:
 
 
 @pytest.fixture
-def _nearby(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks live in their scheduler's process, as on a device, and what is connected counts as mapped and quick."""
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait for results counts as long, whatever runs on these engines."""
     monkeypatch.setattr(firsts, "WAIT", 1e9)
     monkeypatch.setattr("kvferry.engines.vllm.scheduler.may_hold", looks_ahead)
-    monkeypatch.setattr(Wharf, "on_device", property(lambda self: True))
-    monkeypatch.setattr(Wharf, "holds_the_engine_back", lambda self: False)
-    connect, saw = Links.connect, Haste.saw
-
-    def anywhere(self: Links, peer: Any) -> Any:
-        link = connect(self, peer)
-        link.anywhere = True
-        return link
-
-    monkeypatch.setattr(Links, "connect", anywhere)
-    monkeypatch.setattr(Links, "stands", stands_as_read)
-    monkeypatch.setattr(Haste, "saw", lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6))
 
 
 def prompt(seed: int) -> list[int]:
@@ -208,7 +193,7 @@ def acquainted(there: Engine, here: Engine) -> None:
     here.idle()
 
 
-@pytest.mark.usefixtures("_nearby")
+@pytest.mark.usefixtures("_quick", "_nearby", "_eager")
 class TestWithVllm:
     @pytest.mark.parametrize("beside", [0, 2])
     def test_first_tokens_are_looked_at_before_anything_else_is_launched(self, beside: int) -> None:

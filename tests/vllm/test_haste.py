@@ -34,32 +34,14 @@ from kvferry.engines.vllm.haste import (
     may_pledge,
 )
 from kvferry.engines.vllm.nearby import stay_nearby
-from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import SessionError
-from kvferry.fleet.patches import stands_as_read
 from kvferry.session import Lease, Outcome, PeerKey
-from kvferry.session.links import Links
 
 pytestmark = pytest.mark.vllm
 
 PROMPT = list(range(7, 165))
 PEER, OTHER = PeerKey("127.0.0.1:1", "P", "1"), PeerKey("127.0.0.1:2", "P", "2")
 REQUEST = SimpleNamespace(mm_features=[])
-
-
-@pytest.fixture
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What any thread may read counts as quick here: nothing is timed."""
-    connect, saw = Links.connect, Haste.saw
-
-    def anywhere(self: Links, peer: Any) -> Any:
-        link = connect(self, peer)
-        link.anywhere = True
-        return link
-
-    monkeypatch.setattr(Links, "connect", anywhere)
-    monkeypatch.setattr(Links, "stands", stands_as_read)
-    monkeypatch.setattr(Haste, "saw", lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6))
 
 
 def prompt(seed: int, tokens: int = len(PROMPT)) -> list[int]:
@@ -325,13 +307,6 @@ class TestInAStep:
 
 
 STATES = ("nemotron-h", "granite-h-1g", "qwen3-next", "jamba", "lfm2")
-
-
-@pytest.fixture
-def _nearby(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is its whole engine has its orders with the step's, as it does on a device."""
-    monkeypatch.setattr(Wharf, "on_device", property(lambda self: True))
-    monkeypatch.setattr(Wharf, "holds_the_engine_back", lambda self: False)
 
 
 def known(there: Engine, here: Engine) -> None:
