@@ -66,7 +66,7 @@ def probed(
     usual = cost.WIRES[path]
     byte_s = max(together - round_s, 0.1 * together) / length
     descriptor_s = max(apart - few, 0.1 * apart) / (_CRUMBS - _FEW)
-    return Wire(round_s, descriptor_s, byte_s, usual.answer_s, max(few - _FEW * descriptor_s, 0.0)), path
+    return Wire(round_s, descriptor_s, byte_s, usual.answer_s, max(few - _FEW * descriptor_s, round_s)), path
 
 
 def _crumbs(wire: Transport, source: Source, staging: Staging, slot: int) -> Prepared:
