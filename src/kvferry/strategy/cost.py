@@ -67,9 +67,9 @@ WIRES: Final[Mapping[str, Wire]] = {
     "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 1.5e-3, 0.3e-3),
     "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 1.5e-3, 0.3e-3),
     "PCIe": Wire(60e-6, 6e-6, 1 / 45e9, 1.5e-3, 0.3e-3),
-    "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1.5e-3),
-    "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 1e-3),
-    "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3),
+    "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1.5e-3, 30e-6),
+    "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 1e-3, 20e-6),
+    "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3, 1e-3),
 }
 """What a path usually costs, where nothing was measured. An answer is never measured: the producer's thread looks every 1.5 ms
 and the consumer's every 0.3 ms, half of which is waited for on average; beside a device each has to get Python's lock
