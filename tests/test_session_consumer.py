@@ -189,7 +189,7 @@ def test_a_producer_in_doubt_is_asked_before_the_next_load_and_known_as_before_i
     it.greet(PEER, 0.0)
     it.take(0.0)
     answer(it, PEER, "plans", 0.0)
-    it.doubt(PEER)
+    it.doubt(PEER, 1.0)
     assert it.due(PEER, 1.0)
     assert it.peer(PEER, 1.0) is None
     it.greet(PEER, 1.0)
@@ -200,12 +200,30 @@ def test_a_producer_in_doubt_is_asked_before_the_next_load_and_known_as_before_i
     assert it.take_forgotten() == ()
 
 
+def test_a_doubt_while_a_producer_is_being_asked_is_asked_too():
+    """What failed may have failed after the producer answered."""
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.take(0.0)
+    answer(it, PEER, "plans", 0.0)
+    it.doubt(PEER, 1.0)
+    it.greet(PEER, 1.0)
+    assert greeted(it, 1.0) == [PEER.address]
+    it.doubt(PEER, 1.5)
+    answer(it, PEER, it.found(PEER), 2.0)
+    assert it.peer(PEER, 2.0) is None
+    it.greet(PEER, 2.0)
+    assert greeted(it, 2.0) == [PEER.address]
+    answer(it, RESTARTED, "new plans", 2.0)
+    assert "it is gone" in str(it.peer(PEER, 2.0))
+
+
 def test_a_producer_in_doubt_that_has_restarted_is_gone_and_forgotten():
     it = consumer()
     it.greet(PEER, 0.0)
     it.take(0.0)
     answer(it, PEER, "plans", 0.0)
-    it.doubt(PEER)
+    it.doubt(PEER, 1.0)
     it.greet(PEER, 1.0)
     it.take(1.0)
     it.hold("a", reference(), 1.0)
@@ -223,7 +241,7 @@ def test_a_producer_in_doubt_that_does_not_answer_is_who_it_was_when_it_does():
     it.greet(PEER, 0.0)
     it.take(0.0)
     answer(it, PEER, "plans", 0.0)
-    it.doubt(PEER)
+    it.doubt(PEER, 1.0)
     it.greet(PEER, 1.0)
     it.take(1.0)
     it.unanswered(PEER.address, "says nothing", 1.0)
@@ -237,12 +255,12 @@ def test_a_producer_in_doubt_that_does_not_answer_is_who_it_was_when_it_does():
 
 def test_what_was_never_met_cannot_be_doubted():
     it = consumer()
-    it.doubt(PEER)
+    it.doubt(PEER, 0.0)
     it.greet(PEER, 0.0)
-    it.doubt(PEER)
+    it.doubt(PEER, 0.0)
     assert greeted(it) == [PEER.address]
     it.unanswered(PEER.address, "nobody listens", 0.0)
-    it.doubt(PEER)
+    it.doubt(PEER, 0.0)
     assert it.peer(PEER, 0.0) == "nobody listens"
 
 

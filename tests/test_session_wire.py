@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -528,6 +529,23 @@ def test_a_load_that_failed_makes_sure_that_its_producer_is_still_there(listener
     assert courier.peer(reference(at(listener))) == "producer p1"
     courier.doubt(reference(at(listener)))
     assert "start p2; the reference is of producer, start p1: it is gone" in answer(courier, reference(at(listener)))
+
+
+def test_a_producer_in_doubt_is_not_read_from_before_it_has_answered(listener, closing):
+    """However the threads that ask and that read take turns."""
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    found = reference(at(listener))
+    assert answer(courier, found) == "producer p1"
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            greeted = listener.greeted
+            courier.doubt(found)
+            assert answer(courier, found) == "producer p1"
+            assert listener.greeted > greeted
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_what_was_asked_to_be_said_before_closing_is_said(listener, monkeypatch):

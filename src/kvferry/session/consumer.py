@@ -64,7 +64,11 @@ class Word:
 
 @dataclass
 class _Peer(Generic[T]):
-    """`found` outlives a reason: whoever comes back is who it was. A peer in `doubt` is asked whether it is still there."""
+    """`found` outlives a reason: whoever comes back is who it was. A peer doubted later than it was last sure to be there is
+    asked whether it still is.
+
+    One thread asks and another reads what came of it: nothing that `open` reads changes when the asking begins, so whoever
+    sees that it has not begun sees the peer open."""
 
     since: float
     found: T | None = None
@@ -73,10 +77,15 @@ class _Peer(Generic[T]):
     renew_s: float = 0.0
     used_at: float = 0.0
     asking: bool = True
-    doubt: bool = False
+    doubted_at: float = -math.inf
+    sure_at: float = -math.inf
+
+    def open(self, now: float) -> bool:
+        """Whether what is known of the peer says nothing of it now: it is being asked, or is to be."""
+        return self.asking or self.doubted_at > self.sure_at or (bool(self.reason) and now >= self.retry_at)
 
     def due(self, now: float) -> bool:
-        return not self.asking and (self.doubt or (bool(self.reason) and now >= self.retry_at))
+        return not self.asking and self.open(now)
 
 
 @dataclass
@@ -136,17 +145,17 @@ class Consumer(Generic[T]):
             known = self._peers[peer] = _Peer(now, used_at=now)
         address = self._addresses.setdefault(peer.address, _Address())
         if now < address.retry_at:
-            self._refuse(known, address.reason, address.retry_at)
+            self._refuse(known, address.reason, now, address.retry_at)
             return
         known.asking, known.since = True, now
         address.waiting = address.waiting or address.began is None
 
-    def doubt(self, peer: PeerKey) -> None:
-        """Something failed that was read from the producer: ask whether it is still there before the next load. Any thread may
-        say so."""
+    def doubt(self, peer: PeerKey, now: float) -> None:
+        """Something failed that was read from the producer: ask whether it is still there before the next load, again if it is
+        being asked already. Any thread may say so."""
         known = self._peers.get(peer)
         if known is not None and known.found is not None:
-            known.doubt = True
+            known.doubted_at = now
 
     def found(self, peer: PeerKey) -> T | None:
         """What was made of a producer's welcome, whether or not it can be read at the moment; any thread may ask."""
@@ -159,9 +168,9 @@ class Consumer(Generic[T]):
         place = self._addresses.setdefault(address, _Address())
         began, place.began, place.proven, place.reason, place.retry_at = place.began, None, True, "", 0.0
         if answer.found is not None:
-            self.known(answer.peer, answer.found, answer.lease_s)
+            self.known(answer.peer, answer.found, answer.lease_s, began)
         elif answer.peer in self._peers:
-            self._refuse(self._peers[answer.peer], answer.reason, now + self._retry_s)
+            self._refuse(self._peers[answer.peer], answer.reason, now, now + self._retry_s)
         here = answer.peer
         for peer, known in self._peers.items():
             if peer.address != address or not known.asking:
@@ -173,7 +182,7 @@ class Consumer(Generic[T]):
                 f"{address} is {here.engine} since its start {here.incarnation}; "
                 f"the reference is of {peer.engine}, start {peer.incarnation}: it is gone"
             )
-            self._refuse(known, plain(gone), now + self._retry_s)
+            self._refuse(known, plain(gone), now, now + self._retry_s)
 
     def unanswered(self, address: str, reason: str, now: float) -> None:
         """A greeting came to nothing, for everybody who was named at the address. Those named since it was sent may have come
@@ -184,24 +193,28 @@ class Consumer(Generic[T]):
         place.began, place.reason, place.retry_at = None, reason, now + 2 * took
         for peer, known in self._peers.items():
             if peer.address == address and known.asking:
-                self._refuse(known, reason, max(place.retry_at, now + self._retry_s if known.since <= began else now))
+                retry_at = now + self._retry_s if known.since <= began else now
+                self._refuse(known, reason, now, max(place.retry_at, retry_at))
 
-    def known(self, peer: PeerKey, found: T, lease_s: float) -> None:
-        """What the driver made of a welcome; leases there are renewed three times in `lease_s` at least."""
-        earlier = self._peers.get(peer)
-        since, used_at = (earlier.since, earlier.used_at) if earlier is not None else (0.0, 0.0)
-        self._peers[peer] = _Peer(since, found, renew_s=min(self._renew_s, lease_s / 3), used_at=used_at, asking=False)
+    def known(self, peer: PeerKey, found: T, lease_s: float, began: float | None = None) -> None:
+        """What the driver made of a welcome; leases there are renewed three times in `lease_s` at least. A greeting answers
+        doubts from before it began."""
+        known = self._peers.setdefault(peer, _Peer(0.0))
+        known.found, known.reason, known.renew_s = found, "", min(self._renew_s, lease_s / 3)
+        if began is not None:
+            known.sure_at = began
+        known.asking = False
         for other in self._idle():
             if other.address == peer.address and other != peer:
                 self._forget(other)
 
-    def _refuse(self, known: _Peer[T], reason: str, retry_at: float) -> None:
-        known.reason, known.retry_at, known.asking, known.doubt = reason, retry_at, False, False
+    def _refuse(self, known: _Peer[T], reason: str, now: float, retry_at: float) -> None:
+        known.reason, known.retry_at, known.sure_at, known.asking = reason, retry_at, now, False
 
     def peer(self, peer: PeerKey, now: float) -> T | str | None:
         """What is known of a producer; the reason if it cannot be read; None while it is being asked, or is to be."""
         known = self._peers.get(peer)
-        if known is None or known.asking or known.due(now):
+        if known is None or known.open(now):
             return None
         return known.reason or known.found
 

@@ -67,7 +67,7 @@ class Courier(Generic[T]):
 
     def doubt(self, reference: Reference) -> None:
         """A load of the reference failed: whether its producer is still there is asked before the next one."""
-        self._consumer.doubt(key_of(reference))
+        self._consumer.doubt(key_of(reference), time.monotonic())
 
     def forgotten(self) -> list[PeerKey]:
         """Producers that were met and are no longer known: gone, or long unused."""
