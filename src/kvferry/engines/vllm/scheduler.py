@@ -29,16 +29,17 @@ from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.firsts import Firsts, may_hold
 from kvferry.engines.vllm.haste import Haste, grace_s, looks_ahead, may_hurry, may_pledge
 from kvferry.engines.vllm.identity import fingerprint
+from kvferry.engines.vllm.introducing import introduce
 from kvferry.engines.vllm.media import are_named_by_request
 from kvferry.engines.vllm.nearby import rank_nearby
-from kvferry.engines.vllm.options import RETRY_S, Options
+from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.prefills import Answer, Origin, Prefills
 from kvferry.engines.vllm.prompts import digest_of
 from kvferry.engines.vllm.seeking import Seeking, give_back_when_found
 from kvferry.engines.vllm.siblings import family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import spec_of, tables_of
-from kvferry.errors import BadReferenceError, BindError, KVFerryError, SessionError
+from kvferry.errors import BadReferenceError, BindError, SessionError
 from kvferry.session import (
     Card,
     Courier,
@@ -156,30 +157,7 @@ class SchedulerHalf:
         if self._courier is None:
             return
         for address in self._options.peers:
-            self._introduce(self._courier, address)
-
-    def _introduce(self, courier: Courier[Meeting], address: str) -> None:
-        """A peer that is there and cannot be read ends the start; one that is not there yet is asked for until it is."""
-        try:
-            courier.introduce(address)
-        except SessionError as error:
-            logger.warning("%s; it is asked for beside the engine", error)
-            waiting = threading.Thread(target=self._ask_for, args=(courier, address), name="kvferry-meeting", daemon=True)
-            waiting.start()
-
-    def _ask_for(self, courier: Courier[Meeting], address: str) -> None:
-        while not self._closing.wait(RETRY_S) and not self._has_answered(courier, address):
-            pass
-
-    def _has_answered(self, courier: Courier[Meeting], address: str) -> bool:
-        try:
-            courier.introduce(address)
-        except SessionError as error:
-            logger.debug("%s", error)
-            return False
-        except KVFerryError as error:
-            logger.error("%s cannot be read, which the requests that name it will find too: %s", address, error)
-        return True
+            introduce(self._courier, address, self._closing)
 
     def _stamped(self, card: Card) -> Card:
         """Ranks know neither the start they belong to, nor, where they have no checkpoint at hand, the weights they serve."""
