@@ -26,7 +26,7 @@ from kvferry.strategy import HostMover, cost
 from kvferry.strategy.asking import AGAIN_S
 from kvferry.strategy.cost import Way, usual
 from kvferry.strategy.flights import DetouredRead, SharedRead
-from kvferry.strategy.gathering import AWAKE_S, MARK, SLOT_S, Ask, Asks, Free, Introduction, pack
+from kvferry.strategy.gathering import AGAIN, AWAKE_S, MARK, SLOT_S, Ask, Asks, Free, Introduction, pack
 from kvferry.strategy.movers import Over, Ticket
 from kvferry.strategy.moves import Bound
 from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings, _slotfuls
@@ -907,6 +907,62 @@ def flight_looks(read: DetouredRead) -> tuple[int, int]:
     source = read.detoured.source
     assert source is not None
     return source.begun, source.seen
+
+
+@MAPS
+@pytest.mark.parametrize("heard", ["in time", "after its slot was taken back"])
+def test_what_is_asked_for_again_is_found_under_another_word(maps: bool, heard: str) -> None:
+    """A consumer that was held up for nearly as long as a slot is kept asks again before it looks. Had it read what it finds
+    under the old word, that could be taken back, given to another and gathered anew before it looks at the word again."""
+    made = world(dense_case(layers=1, blocks=8), maps=maps)
+    read = made.read(made.prepare())
+    made.source.notifications()
+    (flight,) = read.flights
+    old, words, wire = flight.ticket, made.source.gathering._words, made.source._wire
+    assert old in words
+    made.clock.now += SLOT_S - 0.001
+    made.target.poll(read)
+    assert (flight.stage.value, flight.ticket == old) == ("asked", False)
+    if heard != "in time":
+        on_its_way, wire._inbox = wire._inbox, []
+        made.clock.now += 0.002
+        made.source.notifications()
+        assert not words.any()
+        made.target.poll(read)
+        assert (flight.stage.value, made.untouched) == ("asked", True)
+        wire._inbox += on_its_way
+    made.source.notifications()
+    assert flight.ticket in words
+    assert old not in words
+    assert made.finish(read) == [State.DONE]
+    assert made.right
+    assert made.source.gathering.gathered == read.moved * (1 if heard == "in time" else 2)
+    assert made.all_back()
+
+
+def test_what_is_asked_for_again_keeps_its_place_and_earlier_words_of_it_are_not_heard() -> None:
+    made = world(dense_case(layers=1, blocks=8))
+    prepared, queue = made.prepare(), made.source.gathering._queue
+    other = made.another()
+    intruders = taken_by(made, other, made.prepare(other))
+    reads = [made.read(prepared) for _ in range(2)]
+    made.source.notifications()
+    first = [order.ask for order in queue]
+    assert len(first) == 2
+    made.clock.now += AGAIN_S + 0.1
+    made.target.poll(reads[1])
+    made.source.notifications()
+    made.target.poll(reads[0])
+    made.source.notifications()
+    assert [order.ask.ticket for order in queue] == [ask.ticket + AGAIN for ask in first]
+    made.wire.notify(reads[0].peer, pack(first[0]))
+    made.source.notifications()
+    assert [order.ask.ticket for order in queue] == [ask.ticket + AGAIN for ask in first]
+    for intruder in intruders:
+        other.release(intruder)
+    assert made.finish(*reads) == [State.DONE] * 2
+    assert made.right
+    assert made.all_back()
 
 
 def test_slots_that_are_always_taken_away_fail_the_read_and_say_what_helps() -> None:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -141,6 +143,24 @@ def test_a_child_that_was_forked_leaves_its_parents_memory_alone(made):
         os._exit(0)
     os.waitpid(child, 0)
     assert opened(made).alive
+
+
+def test_a_child_that_is_forked_while_memory_is_made_leaves_it_alone(folder, monkeypatch):
+    reserved = shared._reserved
+
+    def forking(path: Path, length: int) -> Any:
+        child = os.fork()
+        if not child:
+            for found in shared._own:
+                found.close()
+            os._exit(len(shared._own) != 1)
+        assert os.waitpid(child, 0)[1] == 0
+        return reserved(path, length)
+
+    monkeypatch.setattr(shared, "_own", WeakSet())
+    monkeypatch.setattr(shared, "_reserved", forking)
+    late = SharedBytes(8)
+    assert opened(late).alive
 
 
 def test_what_another_process_makes_at_the_same_time_is_not_swept(folder, monkeypatch):

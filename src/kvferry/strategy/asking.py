@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
+from msgspec import structs
 
 from kvferry.errors import TransportError
 from kvferry.plan.detour import tiles_there
 from kvferry.strategy.flights import Detoured, DetouredRead, Flight, Stage
-from kvferry.strategy.gathering import Ask, Asks, Free, Introduction, pack
+from kvferry.strategy.gathering import AGAIN, Ask, Asks, Free, Introduction, pack
 from kvferry.strategy.sources import Source
 from kvferry.transport.contract import State, Transport
 
@@ -45,7 +46,7 @@ class Asking:
             (share.part, share.block, _numbers(tiles.src_block), _numbers(tiles.src_tile) if tiles.src_tile.any() else b"")
             for share, tiles in zip(flight.piece.shares, found.values(), strict=True)
         ]
-        flight.ticket = 1 + secrets.randbelow((1 << 63) - 1)
+        flight.ticket = 1 + secrets.randbelow(AGAIN - 1)
         flight.ask = Ask(source.offer.secret, read.detoured.digest, flight.ticket, tuple(shares))
         flight.asked_at = self._clock()
         return flight.ask
@@ -70,7 +71,8 @@ class Asking:
         """Ask once more for what has not been gathered for long."""
         if flight.ask is not None and self._clock() - flight.asked_at > AGAIN_S and flight.tries < _TRIES:
             flight.tries += 1
-            flight.asked_at = self._clock()
+            flight.asked_at, flight.ticket = self._clock(), flight.ticket + AGAIN
+            flight.ask = structs.replace(flight.ask, ticket=flight.ticket)
             source.introduced.discard(read.detoured.digest)
             self.introduce(read.detoured)
             self._wire.notify(source.peer, pack(flight.ask))

@@ -52,6 +52,9 @@ SLOT_S: Final = 10.0
 MAX_RUNS: Final = 1 << 22
 MAX_PLANS: Final = 64
 MAX_QUEUED: Final = 4096
+AGAIN: Final = 1 << 60
+"""What a ticket grows by each time that it is asked for again: whatever was gathered under it before, no word is set twice, so
+that who finds the same one after its bytes as before has what it asked for."""
 _AT_A_TIME_S: Final = 0.002
 """How long copies are begun before others who are read from this end get their turn."""
 AWAKE_S: Final = 0.02
@@ -189,7 +192,7 @@ class Gathering:
             self._introduce(message.plan)
         elif isinstance(message, Free):
             for ticket in message.tickets:
-                order = self._orders.pop(ticket, None)
+                order = self._orders.pop(ticket % AGAIN, None)
                 if order is not None:
                     self._served_at = self._clock() if order.ready else self._served_at
                     self._end(order)
@@ -200,11 +203,16 @@ class Gathering:
                 self._queue_up(Ask(message.secret, message.plan, ticket, shares))
 
     def _queue_up(self, ask: Ask) -> None:
-        if ask.ticket in self._orders:
+        """What is asked for again keeps its place, or what was gathered for it."""
+        before = self._orders.get(ask.ticket % AGAIN)
+        if before is not None:
+            if ask.ticket > before.ask.ticket:
+                before.ask = ask
+                self._set_word(before)
             return
         if len(self._orders) >= MAX_QUEUED:
             raise TransportError(f"{MAX_QUEUED:,} gathers are waiting already")
-        order = self._orders[ask.ticket] = _Order(ask, self._clock() + self._slot_s)
+        order = self._orders[ask.ticket % AGAIN] = _Order(ask, self._clock() + self._slot_s)
         self._queue.append(order)
 
     def _introduce(self, data: bytes) -> None:
@@ -247,7 +255,7 @@ class Gathering:
                 return
 
     def _begin(self, order: _Order) -> None:
-        ticket = order.ask.ticket
+        ticket = order.ask.ticket % AGAIN
         if self._orders.get(ticket) is not order:
             return
         known = self._plans.get(order.ask.plan)
@@ -268,15 +276,19 @@ class Gathering:
         self._see(order)
 
     def _see(self, order: _Order) -> None:
-        """A word is set once, by whoever's copies are complete and all there, and only while they are wanted."""
         if order.ready or order.copies is None or not order.copies.done:
             return
         order.ready, order.until = True, self._clock() + self._slot_s
         if order.copies.moved != order.size:
             logger.error("%d bytes of %d were gathered; report this", order.copies.moved, order.size)
-        elif self._orders.get(order.ask.ticket) is order:
+        elif self._orders.get(order.ask.ticket % AGAIN) is order:
             self.gathered += order.size
             self._served_at = self._clock()
+            self._set_word(order)
+
+    def _set_word(self, order: _Order) -> None:
+        """Of copies that are complete and all there."""
+        if order.ready and order.copies is not None and order.copies.moved == order.size:
             self._words[order.slot] = order.ask.ticket
 
     def _end(self, order: _Order) -> None:

@@ -54,6 +54,7 @@ class SharedBytes:
         try:
             self.name, self._lock = _locked()
             self._closing = finalize(self, _give_back, FOLDER / self.name, self._lock)
+            _own.add(self)
             with ExitStack() as undo:
                 undo.callback(self.close)
                 self._map = _reserved(FOLDER / self.name, HEADER + length)
@@ -62,7 +63,6 @@ class SharedBytes:
             raise TransportError(f"no memory can be shared with other processes in {FOLDER}: {error}") from error
         self._map[:NONCE] = self.nonce
         self.bytes: Memory = np.frombuffer(self._map, np.uint8, length, HEADER)
-        _own.add(self)
 
     @property
     def address(self) -> int:
