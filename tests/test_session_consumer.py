@@ -218,6 +218,34 @@ def test_a_doubt_while_a_producer_is_being_asked_is_asked_too():
     assert "it is gone" in str(it.peer(PEER, 2.0))
 
 
+def test_an_answer_from_before_a_doubt_leaves_the_doubt_and_the_greeting_that_is_under_way():
+    it = consumer()
+    it.greet(PEER, 0.0)
+    it.take(0.0)
+    answer(it, PEER, "plans", 1.0)
+    it.doubt(PEER, 2.0)
+    it.greet(PEER, 2.0)
+    assert greeted(it, 3.0) == [PEER.address]
+    it.answered(PEER.address, Answer(PEER, "plans", 60.0), 4.0, began=0.5)
+    assert it.peer(PEER, 4.0) is None
+    it.greet(PEER, 4.0)
+    assert greeted(it, 4.0) == []
+    answer(it, PEER, "plans", 5.0)
+    assert it.peer(PEER, 5.0) == "plans"
+
+
+def test_an_answer_of_an_earlier_start_says_nothing_of_one_that_was_named_since():
+    it = consumer()
+    it.greet(RESTARTED, 1.0)
+    assert greeted(it, 1.0) == [PEER.address]
+    it.answered(PEER.address, Answer(PEER, "plans", 60.0), 2.0, began=0.5)
+    assert it.peer(RESTARTED, 2.0) is None
+    assert greeted(it, 2.0) == []
+    answer(it, RESTARTED, "new plans", 3.0)
+    assert it.peer(RESTARTED, 3.0) == "new plans"
+    assert greeted(it, 3.0) == []
+
+
 def test_a_producer_in_doubt_that_has_restarted_is_gone_and_forgotten():
     it = consumer()
     it.greet(PEER, 0.0)
@@ -283,7 +311,7 @@ def test_a_producer_that_nobody_greeted_is_to_be_asked():
 @pytest.mark.parametrize(("lease_s", "every"), [(60.0, 5.0), (15.0, 5.0), (9.0, 3.0), (0.3, 0.1)])
 def test_leases_are_renewed_three_times_in_their_time_and_not_more_often_than_that(lease_s, every):
     it = consumer()
-    it.known(PEER, "plans", lease_s)
+    it.known(PEER, "plans", lease_s, 0.0)
     it.hold("a", reference(), 0.0)
     renewed = []
     for tick in range(1, 600):
@@ -310,7 +338,7 @@ def test_leases_of_a_producer_that_is_being_asked_are_renewed_too():
 
 def test_a_release_is_said_once_and_ends_the_renewals():
     it = consumer()
-    it.known(PEER, "plans", 60.0)
+    it.known(PEER, "plans", 60.0, 0.0)
     it.hold("a", reference(0), 0.0)
     it.hold("b", reference(1), 0.0)
     it.release("a", reference(0), "loaded")
@@ -373,13 +401,13 @@ def test_an_earlier_start_is_forgotten_once_the_next_is_met_unless_a_lease_of_it
     it = consumer()
     for peer in (PEER, RESTARTED):
         it.greet(peer, 0.0)
-    it.known(PEER, "old", 60.0)
+    it.known(PEER, "old", 60.0, 0.0)
     it.hold("a", reference(), 0.0)
-    it.known(RESTARTED, "new", 60.0)
+    it.known(RESTARTED, "new", 60.0, 0.0)
     assert it.take_forgotten() == ()
     it.release("a", reference(), "loaded")
     again = replace(PEER, incarnation="p3")
-    it.known(again, "newest", 60.0)
+    it.known(again, "newest", 60.0, 0.0)
     assert set(it.take_forgotten()) == {PEER, RESTARTED}
     assert it.take_forgotten() == ()
     assert it.peer(again, 0.0) == "newest"
@@ -391,12 +419,12 @@ def test_producers_without_leases_are_forgotten_the_longest_unused_first():
     peers = starts(5)
     for i, peer in enumerate(peers[:3]):
         it.greet(peer, float(i))
-        it.known(peer, peer.incarnation, 60.0)
+        it.known(peer, peer.incarnation, 60.0, 0.0)
     it.hold("a", reference(0, peers[0]), 3.0)
     it.greet(peers[1], 4.0)
     it.greet(peers[3], 5.0)
     assert it.take_forgotten() == (peers[2],)
-    it.known(peers[3], "p3", 60.0)
+    it.known(peers[3], "p3", 60.0, 0.0)
     it.greet(peers[4], 6.0)
     assert it.take_forgotten() == (peers[1],)
     assert [it.peer(peer, 6.0) for peer in peers] == ["p0", None, None, "p3", None]

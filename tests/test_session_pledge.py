@@ -133,6 +133,36 @@ def test_copies_that_end_in_time_are_seen_to_though_the_step_takes_longer():
     nothing_left(made)
 
 
+@pytest.mark.parametrize("begun_before", [False, True])
+def test_a_producer_that_dies_takes_a_pledged_load_down_with_no_load_beside_it(begun_before):
+    """Whatever else is found out of it waits for the step's loads."""
+    made, slow = docked()
+    (ferry,) = made.ferries
+    beside = made.load(made.lease("beside"), "beside")
+    if begun_before:
+        ferry.load(beside)
+    load = made.load(made.lease("r"), "r", in_step=True)
+    load = replace(load, pledged=pledged(made, load))
+    start = slow.start
+
+    def last(*arguments: Any) -> Any:
+        ticket = start(*arguments)
+        for berth in made.berths:
+            for memory in berth.memories:
+                memory.disown()
+        return ticket
+
+    slow.start = last
+    ferry.load(load, *(() if begun_before else (beside,)))
+    seen = ferry.outcomes()
+    slow.go()
+    seen += ferry.outcomes()
+    ferry.settle(["r"], PATIENCE_S)
+    seen += made.step(ENOUGH)
+    assert {outcome.request: bool(outcome.error) for outcome in seen} == {"r": False, "beside": True}
+    nothing_left(made)
+
+
 def test_what_is_handed_in_while_loads_are_pledged_is_taken_up_at_once_after_them():
     made, slow = docked()
     (ferry,) = made.ferries

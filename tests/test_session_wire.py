@@ -108,6 +108,16 @@ def answer(courier: Courier[str], found: Reference) -> str:
     return said[0]
 
 
+@contextlib.contextmanager
+def switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_a_hello_is_answered_with_the_welcome(listener):
     assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
 
@@ -474,8 +484,9 @@ def test_many_starts_that_are_named_at_one_dead_address_cost_one_greeting(closin
     assert asked == [dead[0]]
 
 
-def test_words_to_a_name_go_where_its_greeting_found_it(closing, tmp_path, monkeypatch):
-    """The resolver is asked beside everything else, never by the thread that renews leases."""
+@pytest.fixture
+def names(closing, tmp_path, monkeypatch) -> tuple[Listener, Key, list[str]]:
+    """A listener that every name leads to, its key, and the threads that looked names up."""
     key = key_in(tmp_path, "one")
     made = closing(Listener("127.0.0.1:0", key))
     made.welcome(welcome())
@@ -486,13 +497,68 @@ def test_words_to_a_name_go_where_its_greeting_found_it(closing, tmp_path, monke
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return made, key, looked_up
+
+
+@pytest.mark.parametrize("introduced", [False, True])
+def test_words_to_a_name_go_where_its_greeting_found_it(names, closing, introduced):
+    """The resolver is asked beside everything else, never by the thread that renews leases."""
+    made, key, looked_up = names
     courier = closing(Courier(HELLO, key, PATIENCE_S, met))
     named = reference(f"prefill-0.example.org:{made.port}")
+    if introduced:
+        courier.introduce(named.address)
     courier.hold("r", named)
     assert answer(courier, named) == "producer p1"
     courier.release("r", named, "loaded")
     assert [m.note for m in taken(made, 1) if isinstance(m, Release)] == ["loaded"]
-    assert set(looked_up) == {"kvferry-asking"}
+    assert set(looked_up) == {threading.current_thread().name if introduced else "kvferry-asking"}
+
+
+class _Watched(dict[str, Any]):
+    """Knows which threads have changed it."""
+
+    changed_by: set[str]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.changed_by.add(threading.current_thread().name)
+        super().__setitem__(key, value)
+
+    def pop(self, *arguments: Any) -> Any:
+        self.changed_by.add(threading.current_thread().name)
+        return super().pop(*arguments)
+
+
+def test_of_many_names_the_last_are_kept_by_the_thread_that_uses_them(names, closing, monkeypatch):
+    """Threads that took turns to make room for a name would take the same one away twice, and call who answers unreachable."""
+    monkeypatch.setattr(couriers, "_NUMBERS", 4)
+    made, key, _ = names
+    courier = closing(Courier(HELLO, key, PATIENCE_S, met))
+    kept = courier._numbers = _Watched()
+    kept.changed_by = set()
+    found = [reference(f"prefill-{n}.example.org:{made.port}") for n in range(20)]
+    assert {answer(courier, one) for one in found} == {"producer p1"}
+    assert kept.changed_by == {"kvferry-courier"}
+    assert list(kept) == [one.address for one in found[-4:]]
+
+
+def test_a_greeting_that_no_thread_can_be_started_for_is_tried_again(listener, closing, monkeypatch):
+    start, failed = threading.Thread.start, []
+
+    def start_later(self: threading.Thread) -> None:
+        if self.name == "kvferry-asking" and not failed:
+            failed.append(self)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    assert "it cannot be asked: can't start new thread" in answer(courier, reference(at(listener)))
+    failed.clear()
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier._consumer._retry_s = 0.0
+    until(lambda: courier.peer(reference(at(listener))) == "producer p1", "an answer")
+    assert len(failed) == 1
 
 
 def never_ending(server: socket.socket) -> None:
@@ -536,16 +602,12 @@ def test_a_producer_in_doubt_is_not_read_from_before_it_has_answered(listener, c
     courier = closing(Courier(HELLO, None, PATIENCE_S, met))
     found = reference(at(listener))
     assert answer(courier, found) == "producer p1"
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with switching_often():
         for _ in range(300):
             greeted = listener.greeted
             courier.doubt(found)
             assert answer(courier, found) == "producer p1"
             assert listener.greeted > greeted
-    finally:
-        sys.setswitchinterval(before)
 
 
 def test_what_was_asked_to_be_said_before_closing_is_said(listener, monkeypatch):

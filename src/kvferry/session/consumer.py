@@ -162,11 +162,15 @@ class Consumer(Generic[T]):
         known = self._peers.get(peer)
         return known.found if known is not None else None
 
-    def answered(self, address: str, answer: Answer[T], now: float) -> None:
-        """What came of a greeting. Others that were named at the address are gone, but for those named since it was sent, who
-        may have come there in the meantime: they are asked for again."""
+    def answered(self, address: str, answer: Answer[T], now: float, began: float | None = None) -> None:
+        """What came of a greeting, of the one that is under way there unless it says when it `began`. Others that were named
+        at the address are gone, but for those named since it was sent, who may have come there in the meantime: they are asked
+        for again."""
         place = self._addresses.setdefault(address, _Address())
-        began, place.began, place.proven, place.reason, place.retry_at = place.began, None, True, "", 0.0
+        place.proven, place.reason, place.retry_at = True, "", 0.0
+        under_way = began is None
+        if began is None:
+            began, place.began = now if place.began is None else place.began, None
         if answer.found is not None:
             self.known(answer.peer, answer.found, answer.lease_s, began)
         elif answer.peer in self._peers:
@@ -175,8 +179,8 @@ class Consumer(Generic[T]):
         for peer, known in self._peers.items():
             if peer.address != address or not known.asking:
                 continue
-            if began is not None and known.since > began:
-                place.waiting = True
+            if known.since > began:
+                place.waiting = place.waiting or under_way
                 continue
             gone = (
                 f"{address} is {here.engine} since its start {here.incarnation}; "
@@ -196,14 +200,12 @@ class Consumer(Generic[T]):
                 retry_at = now + self._retry_s if known.since <= began else now
                 self._refuse(known, reason, now, max(place.retry_at, retry_at))
 
-    def known(self, peer: PeerKey, found: T, lease_s: float, began: float | None = None) -> None:
-        """What the driver made of a welcome; leases there are renewed three times in `lease_s` at least. A greeting answers
-        doubts from before it began."""
+    def known(self, peer: PeerKey, found: T, lease_s: float, began: float) -> None:
+        """What the driver made of the welcome to a greeting that `began` then, which answers doubts from before; leases there
+        are renewed three times in `lease_s` at least."""
         known = self._peers.setdefault(peer, _Peer(0.0))
         known.found, known.reason, known.renew_s = found, "", min(self._renew_s, lease_s / 3)
-        if began is not None:
-            known.sure_at = began
-        known.asking = False
+        known.sure_at, known.asking = max(known.sure_at, began), False
         for other in self._idle():
             if other.address == peer.address and other != peer:
                 self._forget(other)

@@ -18,7 +18,7 @@ from kvferry.session.consumer import Answer, Consumer, Greeting, PeerKey, Word, 
 from kvferry.session.key import Key, is_number, reach
 from kvferry.session.messages import Hello, Welcome, pack
 from kvferry.session.reference import Reference
-from kvferry.session.wire import Number, ask, ask_at, dial, find
+from kvferry.session.wire import Number, ask_at, dial, find
 from kvferry.transport.metadata import refuse_elsewhere
 
 logger = logging.getLogger("kvferry.session")
@@ -78,11 +78,12 @@ class Courier(Generic[T]):
 
     def introduce(self, address: str) -> T:
         """Meet a producer now, before any request names it; raises where that fails."""
-        welcome = ask(address, self._hello, self._key, self._timeout_s, self._stop)
+        began = time.monotonic()
+        welcome = self._ask(address, self._hello)
         peer = PeerKey(address, welcome.engine, welcome.incarnation)
         found = self._made_of(peer, welcome)
         answer = Answer(peer, found, welcome.lease_s)
-        self._put(lambda: self._consumer.answered(address, answer, time.monotonic()), urgent=True)
+        self._put(lambda: self._consumer.answered(address, answer, time.monotonic(), began), urgent=True)
         return found
 
     def hold(self, request: str, reference: Reference) -> None:
@@ -152,11 +153,18 @@ class Courier(Generic[T]):
         self._asking = {thread for thread in self._asking if thread.is_alive()}
         for greeting in greetings:
             if not self._stop.is_set():
-                thread = threading.Thread(target=self._greet, args=(greeting,), name="kvferry-asking", daemon=True)
-                self._asking.add(thread)
-                thread.start()
+                self._begin_to_greet(greeting)
         for word in words:
             self._say(word)
+
+    def _begin_to_greet(self, greeting: Greeting) -> None:
+        thread = threading.Thread(target=self._greet, args=(greeting,), name="kvferry-asking", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._unanswered(greeting.address, f"it cannot be asked: {error}; does this process have too many threads?")
+        else:
+            self._asking.add(thread)
 
     def _say(self, word: Word) -> None:
         try:
@@ -196,11 +204,7 @@ class Courier(Generic[T]):
         self._put(lambda: self._consumer.unanswered(address, reason, time.monotonic()), urgent=True)
 
     def _answer(self, address: str, hello: Hello) -> Answer[T]:
-        number = find(address, self._key, self._timeout_s, self._stop)
-        while len(self._numbers) >= _NUMBERS:
-            self._numbers.pop(next(iter(self._numbers)))
-        self._numbers[address] = number
-        welcome = ask_at(address, number, hello, self._key, self._timeout_s, self._stop)
+        welcome = self._ask(address, hello)
         peer = PeerKey(address, welcome.engine, welcome.incarnation)
         found = self._consumer.found(peer)
         if found is not None:
@@ -214,6 +218,18 @@ class Courier(Generic[T]):
             reason = printable(f"{type(error).__name__}: {error}")
             logger.exception("nothing can be read from %s", peer)
         return Answer(peer, None, welcome.lease_s, reason)
+
+    def _ask(self, address: str, hello: Hello) -> Welcome:
+        """Words go where this finds the address."""
+        number = find(address, self._key, self._timeout_s, self._stop)
+        self._put(lambda: self._note(address, number))
+        return ask_at(address, number, hello, self._key, self._timeout_s, self._stop)
+
+    def _note(self, address: str, number: Number) -> None:
+        self._numbers.pop(address, None)
+        while len(self._numbers) >= _NUMBERS:
+            self._numbers.pop(next(iter(self._numbers)))
+        self._numbers[address] = number
 
     def _made_of(self, peer: PeerKey, welcome: Welcome) -> T:
         """Without a key nobody vouches for what a card would have the transport connect to."""

@@ -178,8 +178,8 @@ class Ferry:
 
     def _begun(self, loads: Sequence[Load]) -> Sequence[Load]:
         """Those that could not begin here and now, as loads out of mapped memory do; none does before anything that was handed
-        in earlier."""
-        if not loads or self._commands or not self._turn.acquire(blocking=False):
+        in earlier, nor beside pledged ones: of a producer that is found dead everything is let go of."""
+        if not loads or self._commands or self._keeps_all or not self._turn.acquire(blocking=False):
             return loads
         try:
             left = [load for load in loads if self._links.mapped(load.peer) is None]
@@ -219,7 +219,7 @@ class Ferry:
             return False
         try:
             before = len(self._passage.under_way)
-            lent = [crossing for crossing in self._passage.under_way if is_lent(crossing)]
+            lent = [crossing for crossing in self._movable if is_lent(crossing)]
             self._passage.check_together(lent)
             for crossing in lent:
                 self._passage.move_on(crossing)
@@ -248,13 +248,15 @@ class Ferry:
         except KVFerryError as error:
             logger.error("rank %d: the ferry's thread was not prepared; it goes on: %s", self._rank, error)
         while not self._stop.is_set():
+            pause = _LONGEST_S
             try:
                 self.step()
+                pause = self._pause()
             except Exception as error:
                 if str(error) != self._stumbled:
                     logger.exception("the ferry stumbled; it goes on")
                 self._stumbled = str(error)
-            self._wake.wait(self._pause())
+            self._wake.wait(pause)
 
     def _pause(self) -> float:
         """How long nothing needs to be done, unless something is handed in."""
@@ -280,8 +282,13 @@ class Ferry:
             if not self._keeps_all:
                 self._step()
                 return
-            for crossing in [crossing for crossing in self._passage.under_way if crossing.load.is_pledged]:
+            for crossing in self._movable:
                 self._passage.move_on(crossing)
+
+    @property
+    def _movable(self) -> list[Crossing]:
+        keeps_all = self._keeps_all
+        return [crossing for crossing in self._passage.under_way if crossing.load.is_pledged or not keeps_all]
 
     def _take_in(self) -> None:
         if self._commands:

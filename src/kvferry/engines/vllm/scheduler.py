@@ -116,6 +116,7 @@ class SchedulerHalf:
         self._unread: dict[str, Any] = {}
         self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
+        self._leaving: set[PeerKey] = set()
         self._pending = _Pending()
         self.can_undo, self._ahead = may_hurry(config, kv_cache_config), looks_ahead(config)
         self._grace_s = grace_s(kv_cache_config)
@@ -396,11 +397,18 @@ class SchedulerHalf:
         return [self._requests.get(identity) if tokens == 1 else None for identity, tokens in computed.items()]
 
     def _forgotten(self, pending: _Pending) -> tuple[PeerKey, ...]:
-        """Producers that ranks may let go of; one that is met again in this very step is kept."""
-        gone = set(self._courier.forgotten() if self._courier is not None else ()) & self._announced
+        """Producers that ranks may let go of, once nothing is loaded from them: a load may have been ordered just before the
+        courier forgot its producer."""
+        gone = self._leaving.union(self._courier.forgotten() if self._courier is not None else ()) & self._announced
         if not gone:
             return ()
-        gone -= {load.peer for load in pending.loads}
+        used = {load.peer for load in pending.loads}
+        used.update(
+            key_of(decode.reference)
+            for decode in self._decodes.values()
+            if decode.reference is not None and decode.stage in (Stage.LOADING, Stage.ABANDONED)
+        )
+        self._leaving, gone = gone & used, gone - used
         self._announced -= gone
         for peer in gone:
             self._haste.forget(peer)
