@@ -184,12 +184,18 @@ def test_a_producer_whose_cards_do_not_fit_is_refused_with_the_reason_and_its_ad
     assert it.due(PEER, 6.0)
 
 
-def test_a_producer_in_doubt_is_asked_before_the_next_load_and_known_as_before_if_it_is_there():
+def doubted() -> Consumer[str]:
+    """A producer was met, and something failed later that was read from it."""
     it = consumer()
     it.greet(PEER, 0.0)
     it.take(0.0)
     answer(it, PEER, "plans", 0.0)
     it.doubt(PEER, 1.0)
+    return it
+
+
+def test_a_producer_in_doubt_is_asked_before_the_next_load_and_known_as_before_if_it_is_there():
+    it = doubted()
     assert it.due(PEER, 1.0)
     assert it.peer(PEER, 1.0) is None
     it.greet(PEER, 1.0)
@@ -202,11 +208,7 @@ def test_a_producer_in_doubt_is_asked_before_the_next_load_and_known_as_before_i
 
 def test_a_doubt_while_a_producer_is_being_asked_is_asked_too():
     """What failed may have failed after the producer answered."""
-    it = consumer()
-    it.greet(PEER, 0.0)
-    it.take(0.0)
-    answer(it, PEER, "plans", 0.0)
-    it.doubt(PEER, 1.0)
+    it = doubted()
     it.greet(PEER, 1.0)
     assert greeted(it, 1.0) == [PEER.address]
     it.doubt(PEER, 1.5)
@@ -219,11 +221,7 @@ def test_a_doubt_while_a_producer_is_being_asked_is_asked_too():
 
 
 def test_an_answer_from_before_a_doubt_leaves_the_doubt_and_the_greeting_that_is_under_way():
-    it = consumer()
-    it.greet(PEER, 0.0)
-    it.take(0.0)
-    answer(it, PEER, "plans", 1.0)
-    it.doubt(PEER, 2.0)
+    it = doubted()
     it.greet(PEER, 2.0)
     assert greeted(it, 3.0) == [PEER.address]
     it.answered(PEER.address, Answer(PEER, "plans", 60.0), 4.0, began=0.5)
@@ -247,11 +245,7 @@ def test_an_answer_of_an_earlier_start_says_nothing_of_one_that_was_named_since(
 
 
 def test_a_producer_in_doubt_that_has_restarted_is_gone_and_forgotten():
-    it = consumer()
-    it.greet(PEER, 0.0)
-    it.take(0.0)
-    answer(it, PEER, "plans", 0.0)
-    it.doubt(PEER, 1.0)
+    it = doubted()
     it.greet(PEER, 1.0)
     it.take(1.0)
     it.hold("a", reference(), 1.0)
@@ -265,11 +259,7 @@ def test_a_producer_in_doubt_that_has_restarted_is_gone_and_forgotten():
 
 
 def test_a_producer_in_doubt_that_does_not_answer_is_who_it_was_when_it_does():
-    it = consumer()
-    it.greet(PEER, 0.0)
-    it.take(0.0)
-    answer(it, PEER, "plans", 0.0)
-    it.doubt(PEER, 1.0)
+    it = doubted()
     it.greet(PEER, 1.0)
     it.take(1.0)
     it.unanswered(PEER.address, "says nothing", 1.0)
