@@ -244,6 +244,58 @@ def test_an_answer_of_an_earlier_start_says_nothing_of_one_that_was_named_since(
     assert greeted(it, 3.0) == []
 
 
+def test_an_answer_from_before_another_says_nothing_of_who_is_there_now():
+    it = doubted()
+    it.greet(PEER, 1.0)
+    it.take(1.0)
+    answer(it, RESTARTED, "new plans", 2.0)
+    it.answered(PEER.address, Answer(PEER, "plans", 60.0), 3.0, began=0.5)
+    assert "it is gone" in str(it.peer(PEER, 3.0))
+    assert it.peer(RESTARTED, 3.0) == "new plans"
+
+
+def test_a_greeting_that_was_overtaken_is_sent_again_for_whoever_still_waits():
+    it = consumer()
+    it.greet(PEER, 1.0)
+    it.take(1.0)
+    it.answered(PEER.address, Answer(RESTARTED, "new plans", 60.0), 3.0, began=2.0)
+    assert "it is gone" in str(it.peer(PEER, 3.0))
+    third = replace(PEER, incarnation="p3")
+    it.greet(third, 3.5)
+    assert greeted(it, 3.5) == []
+    answer(it, PEER, "plans", 4.0)
+    assert "it is gone" in str(it.peer(PEER, 4.0))
+    assert it.peer(RESTARTED, 4.0) == "new plans"
+    assert greeted(it, 4.0) == [PEER.address]
+    answer(it, third, "newest plans", 5.0)
+    assert it.peer(third, 5.0) == "newest plans"
+
+
+@pytest.mark.parametrize("refused", ["by its address", "by who answers", "by nobody"])
+def test_what_was_refused_after_a_doubt_is_not_asked_for_before_its_time(refused):
+    it = doubted()
+    it.greet(PEER, 1.0)
+    it.take(1.0)
+    if refused == "by who answers":
+        answer(it, PEER, None, 3.0, reason="another model")
+    else:
+        it.unanswered(PEER.address, "says nothing", 3.0)
+    if refused == "by its address":
+        it.doubt(PEER, 3.5)
+        it.greet(PEER, 4.0)
+    assert not it.due(PEER, 4.0)
+    assert it.peer(PEER, 4.0) == ("another model" if refused == "by who answers" else "says nothing")
+
+
+def test_a_later_answer_of_an_earlier_greeting_brings_no_doubt_back():
+    it = doubted()
+    it.greet(PEER, 2.0)
+    it.take(3.0)
+    answer(it, PEER, "plans", 4.0)
+    it.known(PEER, "plans", 60.0, 0.5)
+    assert it.peer(PEER, 4.0) == "plans"
+
+
 def test_a_producer_in_doubt_that_has_restarted_is_gone_and_forgotten():
     it = doubted()
     it.greet(PEER, 1.0)

@@ -134,7 +134,7 @@ def test_copies_that_end_in_time_are_seen_to_though_the_step_takes_longer():
 
 
 @pytest.mark.parametrize("begun_before", [False, True])
-def test_a_producer_that_dies_takes_a_pledged_load_down_with_no_load_beside_it(begun_before):
+def test_a_load_that_finds_its_producer_dead_takes_no_pledged_one_down(begun_before):
     """Whatever else is found out of it waits for the step's loads."""
     made, slow = docked()
     (ferry,) = made.ferries
@@ -156,10 +156,30 @@ def test_a_producer_that_dies_takes_a_pledged_load_down_with_no_load_beside_it(b
     ferry.load(load, *(() if begun_before else (beside,)))
     seen = ferry.outcomes()
     slow.go()
+    ferry.step()
     seen += ferry.outcomes()
     ferry.settle(["r"], PATIENCE_S)
     seen += made.step(ENOUGH)
     assert {outcome.request: bool(outcome.error) for outcome in seen} == {"r": False, "beside": True}
+    nothing_left(made)
+
+
+def test_a_load_beside_pledged_ones_begins_with_the_next_pledge_at_the_latest():
+    """However soon one follows the other, and whether or not the ferry's own thread has a turn between."""
+    made, slow = docked()
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    beside = made.load(made.lease("beside"), "beside")
+    ferry.load(replace(load, pledged=pledged(made, load)), beside)
+    slow.go()
+    ferry.settle(["r"], PATIENCE_S)
+    assert [outcome.request for outcome in ferry.outcomes()] == ["r"]
+    again = replace(load, request="again")
+    ferry.load(replace(again, pledged=pledged(made, again)))
+    slow.go()
+    ferry.settle(["again"], PATIENCE_S)
+    assert {outcome.request: outcome.error for outcome in ferry.outcomes()} == {"again": "", "beside": ""}
+    assert made.differing() == []
     nothing_left(made)
 
 

@@ -540,6 +540,9 @@ def test_of_many_names_the_last_are_kept_by_the_thread_that_uses_them(names, clo
     assert {answer(courier, one) for one in found} == {"producer p1"}
     assert kept.changed_by == {"kvferry-courier"}
     assert list(kept) == [one.address for one in found[-4:]]
+    courier.doubt(found[-4])
+    assert answer(courier, found[-4]) == "producer p1"
+    assert list(kept) == [one.address for one in (*found[-3:], found[-4])]
 
 
 def test_a_greeting_that_no_thread_can_be_started_for_is_tried_again(listener, closing, monkeypatch):
@@ -608,6 +611,37 @@ def test_a_producer_in_doubt_is_not_read_from_before_it_has_answered(listener, c
             courier.doubt(found)
             assert answer(courier, found) == "producer p1"
             assert listener.greeted > greeted
+
+
+def test_an_introduction_that_takes_long_leaves_a_doubt_that_came_meanwhile(closing, monkeypatch):
+    late, silent = threading.Event(), threading.Event()
+    asked: list[str] = []
+
+    def ask_at(*_: Any) -> Welcome:
+        asked.append(threading.current_thread().name)
+        waits = late if asked[-1] == "introducing" else silent if len(asked) == 3 else None
+        assert waits is None or waits.wait(PATIENCE_S)
+        return welcome()
+
+    monkeypatch.setattr(couriers, "find", lambda *_: ("127.0.0.1", 7000))
+    monkeypatch.setattr(couriers, "ask_at", ask_at)
+    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    found = reference("127.0.0.1:7000")
+    introducing = threading.Thread(target=courier.introduce, args=(found.address,), name="introducing")
+    introducing.start()
+    until(lambda: asked == ["introducing"], "the introduction")
+    assert answer(courier, found) == "producer p1"
+    courier.doubt(found)
+    assert courier.peer(found) is None
+    until(lambda: len(asked) == 3, "another greeting")
+    late.set()
+    introducing.join()
+    heard = threading.Event()
+    courier._put(heard.set)
+    assert heard.wait(PATIENCE_S)
+    assert courier.peer(found) is None
+    silent.set()
+    assert answer(courier, found) == "producer p1"
 
 
 def test_what_was_asked_to_be_said_before_closing_is_said(listener, monkeypatch):

@@ -912,25 +912,25 @@ def flight_looks(read: DetouredRead) -> tuple[int, int]:
 @MAPS
 @pytest.mark.parametrize("heard", ["in time", "after its slot was taken back"])
 def test_what_is_asked_for_again_is_found_under_another_word(maps: bool, heard: str) -> None:
-    """A consumer that was held up for nearly as long as a slot is kept asks again before it looks. Had it read what it finds
-    under the old word, that could be taken back, given to another and gathered anew before it looks at the word again."""
+    """Under the same one its slot could be taken back, given to another and gathered into anew, between two looks."""
     made = world(dense_case(layers=1, blocks=8), maps=maps)
     read = made.read(made.prepare())
-    made.source.notifications()
     (flight,) = read.flights
     old, words, wire = flight.ticket, made.source.gathering._words, made.source._wire
+    asked = reminded(made, read)
+    assert flight.ticket != old
+    on_its_way, wire._inbox = wire._inbox[asked:], wire._inbox[:asked]
+    made.source.notifications()
     assert old in words
-    made.clock.now += SLOT_S - 0.001
     made.target.poll(read)
-    assert (flight.stage.value, flight.ticket == old) == ("asked", False)
+    made.target.poll(read)
+    assert (flight.stage.value, made.untouched) == ("asked", True)
     if heard != "in time":
-        on_its_way, wire._inbox = wire._inbox, []
-        made.clock.now += 0.002
+        made.clock.now += SLOT_S + 0.1
         made.source.notifications()
         assert not words.any()
-        made.target.poll(read)
-        assert (flight.stage.value, made.untouched) == ("asked", True)
-        wire._inbox += on_its_way
+        flight.asked_at = made.clock.now
+    wire._inbox += on_its_way
     made.source.notifications()
     assert flight.ticket in words
     assert old not in words
@@ -938,6 +938,46 @@ def test_what_is_asked_for_again_is_found_under_another_word(maps: bool, heard: 
     assert made.right
     assert made.source.gathering.gathered == read.moved * (1 if heard == "in time" else 2)
     assert made.all_back()
+
+
+def reminded(made: World, read: DetouredRead) -> int:
+    """A producer that is not heard is asked again; returns what it has been told before."""
+    before = len(made.source._wire._inbox)
+    made.clock.now += AGAIN_S + 0.1
+    for _ in range(3):
+        made.target.poll(read)
+    assert len(made.source._wire._inbox) > before
+    return before
+
+
+@MAPS
+@pytest.mark.parametrize("period", [AGAIN_S / 2, AGAIN_S + 0.1, 4.0, SLOT_S - 0.1])
+def test_who_looks_rarely_finds_what_is_there_before_it_asks_again(maps: bool, period: float) -> None:
+    made = world(dense_case(layers=1, blocks=8), maps=maps)
+    read = made.read(made.prepare())
+    (flight,) = read.flights
+    old = flight.ticket
+    for _ in range(3):
+        made.source.notifications()
+        made.clock.now += period
+        made.source.notifications()
+        made.target.poll(read)
+        if read.state is not State.RUNNING:
+            break
+    assert read.state is State.DONE
+    assert made.right
+    assert (flight.ticket, flight.tries) == (old, 1)
+
+
+@pytest.mark.parametrize("gathered", ["late", "short"])
+def test_asking_again_sets_no_word_of_what_has_not_been_gathered(gathered: str) -> None:
+    made = world(dense_case(layers=1, blocks=8))
+    made.gatherer.late, made.gatherer.short = gathered == "late", int(gathered == "short")
+    read = made.read(made.prepare())
+    made.source.notifications()
+    reminded(made, read)
+    made.source.notifications()
+    assert not made.source.gathering._words.any()
 
 
 def test_what_is_asked_for_again_keeps_its_place_and_earlier_words_of_it_are_not_heard() -> None:
@@ -949,10 +989,10 @@ def test_what_is_asked_for_again_keeps_its_place_and_earlier_words_of_it_are_not
     made.source.notifications()
     first = [order.ask for order in queue]
     assert len(first) == 2
-    made.clock.now += AGAIN_S + 0.1
-    made.target.poll(reads[1])
+    reminded(made, reads[1])
     made.source.notifications()
-    made.target.poll(reads[0])
+    for _ in range(3):
+        made.target.poll(reads[0])
     made.source.notifications()
     assert [order.ask.ticket for order in queue] == [ask.ticket + AGAIN for ask in first]
     made.wire.notify(reads[0].peer, pack(first[0]))

@@ -124,24 +124,29 @@ def slots(producer: Engine) -> list[int]:
 
 
 class TestReports:
-    def test_a_producer_that_the_courier_forgets_is_kept_until_nothing_is_loaded_from_it(self) -> None:
+    @pytest.mark.parametrize("aborted", [False, True])
+    def test_a_producer_that_the_courier_forgets_is_kept_until_nothing_is_loaded_from_it(self, aborted: bool) -> None:
         """Another producer may have been met between the order of a load and the courier's hearing of it."""
         with engines(*sides("llama", side(tp=1), side(tp=2))) as (there, here):
             params = prefilled(there)
-            peer = key_of(from_params(params["kvferry"]))
+            half, peer = here.connector.scheduler, key_of(from_params(params["kvferry"]))
             links = [connector.worker._ferry._links for connector in here.connectors]
             here.slow = {1}
             here.scheduler.add_request(here.request("r", PROMPT, params))
             here.step_until(lambda: here.reported["received"][0, "r"] == 1)
-            here.connector.scheduler._courier._forgotten.append(peer)
+            if aborted:
+                here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            half._courier._forgotten.append(peer)
             for _ in range(20):
                 here.step()
-            assert here.waits_for_bytes("r")
             assert all(peer in found.peers for found in links)
+            assert peer in half._announced
             here.slow = set()
-            assert ended(here) is FinishReason.LENGTH
-            assert here.counted["loaded"] == 1
             here.step_until(lambda: not any(peer in found.peers for found in links))
+            here.idle()
+            assert here.held == 0
+            assert here.counted["loaded"] == 1
+            assert peer not in half._announced
 
     def test_a_load_is_over_once_the_slowest_rank_has_reported(self) -> None:
         with engines(*sides("granite-h-1g", side(tp=1), side(tp=2))) as (there, here):

@@ -64,11 +64,11 @@ class Word:
 
 @dataclass
 class _Peer(Generic[T]):
-    """`found` outlives a reason: whoever comes back is who it was. A peer doubted later than it was last sure to be there is
-    asked whether it still is.
+    """`found` outlives a reason: whoever comes back is who it was. A peer that is doubted later than something was sure of it
+    is asked whether it is still there.
 
-    One thread asks and another reads what came of it: nothing that `open` reads changes when the asking begins, so whoever
-    sees that it has not begun sees the peer open."""
+    One thread asks and another reads what came of it. Nothing but `asking` changes when that begins, so whoever does not see
+    it yet sees the peer open; what came of it is there before the peer is no longer open."""
 
     since: float
     found: T | None = None
@@ -90,13 +90,15 @@ class _Peer(Generic[T]):
 
 @dataclass
 class _Address:
-    """Where producers are asked; `proven` once somebody has answered there."""
+    """Where producers are asked; `proven` once somebody has answered there. `heard`: when the latest of the greetings began
+    that were answered."""
 
     began: float | None = None
     waiting: bool = False
     proven: bool = False
     reason: str = ""
     retry_at: float = 0.0
+    heard: float = -math.inf
 
     @property
     def busy(self) -> bool:
@@ -164,22 +166,23 @@ class Consumer(Generic[T]):
 
     def answered(self, address: str, answer: Answer[T], now: float, began: float | None = None) -> None:
         """What came of a greeting, of the one that is under way there unless it says when it `began`. Others that were named
-        at the address are gone, but for those named since it was sent, who may have come there in the meantime: they are asked
-        for again."""
+        at the address are gone, but for those named since it was sent, who may have come there in the meantime. What was sent
+        before another that was answered says nothing any more. Whoever is left to be asked for then, is."""
         place = self._addresses.setdefault(address, _Address())
         place.proven, place.reason, place.retry_at = True, "", 0.0
         under_way = began is None
         if began is None:
             began, place.began = now if place.began is None else place.began, None
-        if answer.found is not None:
-            self.known(answer.peer, answer.found, answer.lease_s, began)
-        elif answer.peer in self._peers:
-            self._refuse(self._peers[answer.peer], answer.reason, now, now + self._retry_s)
+        late, place.heard = began < place.heard, max(began, place.heard)
         here = answer.peer
+        if answer.found is not None and not late:
+            self.known(here, answer.found, answer.lease_s, began)
+        elif here in self._peers and not late:
+            self._refuse(self._peers[here], answer.reason, now, now + self._retry_s)
         for peer, known in self._peers.items():
             if peer.address != address or not known.asking:
                 continue
-            if known.since > began:
+            if late or known.since > began:
                 place.waiting = place.waiting or under_way
                 continue
             gone = (

@@ -112,6 +112,7 @@ class Ferry:
         with self._turn:
             if not self._keeps_all:
                 self._take_in()
+                self._depart_at_once()
             peer = self._links.mapped(key)
             if peer is None or peer.link is None or not peer.meeting.grace_s or not 0 <= lease.slot < peer.slots:
                 return None
@@ -128,6 +129,12 @@ class Ferry:
                 return None
             self._pledged = max(self._pledged, until)
             return until
+
+    def _depart_at_once(self) -> None:
+        """Loads that were handed in beside pledged ones would wait for a moment in which nothing is pledged."""
+        crossings = (crossing for crossing in self._passage.under_way if crossing.link is None and not crossing.error)
+        for several in _convoys([it for it in crossings if self._links.mapped(it.load.peer) is it.peer]):
+            self._passage.depart_together(several)
 
     @property
     def _keeps_all(self) -> bool:
@@ -287,6 +294,7 @@ class Ferry:
 
     @property
     def _movable(self) -> list[Crossing]:
+        """The pledged ones, while there are any."""
         keeps_all = self._keeps_all
         return [crossing for crossing in self._passage.under_way if crossing.load.is_pledged or not keeps_all]
 

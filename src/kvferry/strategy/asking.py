@@ -48,7 +48,7 @@ class Asking:
         ]
         flight.ticket = 1 + secrets.randbelow(AGAIN - 1)
         flight.ask = Ask(source.offer.secret, read.detoured.digest, flight.ticket, tuple(shares))
-        flight.asked_at = self._clock()
+        flight.asked_at, flight.after = self._clock(), 0
         return flight.ask
 
     def say(self) -> Iterator[DetouredRead]:
@@ -68,14 +68,19 @@ class Asking:
                     yield read
 
     def remind(self, read: DetouredRead, flight: Flight, source: Source) -> None:
-        """Ask once more for what has not been gathered for long."""
-        if flight.ask is not None and self._clock() - flight.asked_at > AGAIN_S and flight.tries < _TRIES:
-            flight.tries += 1
-            flight.asked_at, flight.ticket = self._clock(), flight.ticket + AGAIN
-            flight.ask = structs.replace(flight.ask, ticket=flight.ticket)
-            source.introduced.discard(read.detoured.digest)
-            self.introduce(read.detoured)
-            self._wire.notify(source.peer, pack(flight.ask))
+        """Ask once more for what has not been gathered for long: a look at the board that began then has not found it. Whoever
+        looks rarely finds what is there before it asks for it under another word."""
+        if flight.ask is None or self._clock() - flight.asked_at <= AGAIN_S or flight.tries >= _TRIES:
+            return
+        flight.after = flight.after or source.begun + 1
+        if source.seen < flight.after:
+            return
+        flight.tries += 1
+        flight.asked_at, flight.ticket, flight.after = self._clock(), flight.ticket + AGAIN, 0
+        flight.ask = structs.replace(flight.ask, ticket=flight.ticket)
+        source.introduced.discard(read.detoured.digest)
+        self.introduce(read.detoured)
+        self._wire.notify(source.peer, pack(flight.ask))
 
     def again(self, read: DetouredRead, flight: Flight, source: Source, reason: str) -> None:
         """Ask anew for what was gathered and lost."""

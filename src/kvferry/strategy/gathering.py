@@ -207,7 +207,7 @@ class Gathering:
         before = self._orders.get(ask.ticket % AGAIN)
         if before is not None:
             if ask.ticket > before.ask.ticket:
-                before.ask = ask
+                before.ask = msgspec.structs.replace(before.ask, ticket=ask.ticket)
                 self._set_word(before)
             return
         if len(self._orders) >= MAX_QUEUED:

@@ -377,7 +377,7 @@ class SchedulerHalf:
         orders = Orders(
             closing,
             opened,
-            self._forgotten(pending),
+            self._forgotten(),
             tuple(pending.meetings),
             tuple(pending.loads),
             tuple(pending.refused),
@@ -396,18 +396,17 @@ class SchedulerHalf:
             return []
         return [self._requests.get(identity) if tokens == 1 else None for identity, tokens in computed.items()]
 
-    def _forgotten(self, pending: _Pending) -> tuple[PeerKey, ...]:
+    def _forgotten(self) -> tuple[PeerKey, ...]:
         """Producers that ranks may let go of, once nothing is loaded from them: a load may have been ordered just before the
         courier forgot its producer."""
         gone = self._leaving.union(self._courier.forgotten() if self._courier is not None else ()) & self._announced
         if not gone:
             return ()
-        used = {load.peer for load in pending.loads}
-        used.update(
+        used = {
             key_of(decode.reference)
             for decode in self._decodes.values()
             if decode.reference is not None and decode.stage in (Stage.LOADING, Stage.ABANDONED)
-        )
+        }
         self._leaving, gone = gone & used, gone - used
         self._announced -= gone
         for peer in gone:
