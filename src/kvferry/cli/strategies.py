@@ -110,7 +110,7 @@ def _rates(found: dict[str, Rates]) -> Table:
         table.add_row(
             f"{rates.path}, {said}",
             f"{1e6 * wire.round_s:.0f}",
-            f"{1e6 * max(wire.round_s, wire.begin_s):.0f}",
+            f"{1e6 * wire.read_s:.0f}",
             f"{1e6 * wire.descriptor_s:.2f}",
             f"{1e-9 / wire.byte_s:,.2f}",
             f"{1e6 * wire.answer_s:.0f}",

@@ -41,6 +41,11 @@ class Wire(Struct, frozen=True):
     answer_s: float
     begin_s: float = 0.0
 
+    @property
+    def read_s(self) -> float:
+        """What a read takes beside its descriptors and bytes."""
+        return max(self.round_s, self.begin_s)
+
 
 class Copying(Struct, frozen=True):
     """Memory at an end: seconds of every launch, of every run, of every byte. `beside`: copies run beside the thread that began
@@ -165,7 +170,7 @@ def through(detour: Detour, tiles: Mapping[Key, Tiles]) -> Through:
 
 def direct_s(load: Counts, rates: Rates) -> float:
     wire = rates.wire
-    return max(wire.round_s, wire.begin_s) + load.runs * wire.descriptor_s + load.bytes * wire.byte_s
+    return wire.read_s + load.runs * wire.descriptor_s + load.bytes * wire.byte_s
 
 
 def mapped_s(load: Counts, rates: Rates) -> float:
