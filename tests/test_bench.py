@@ -223,6 +223,16 @@ def test_a_picture_escapes_names_and_shows_what_has_no_baseline():
     assert {"a < b & c", "x <y>", "none", "0.50", "400"} <= set(words)
 
 
+def test_names_in_a_picture_are_beside_each_other_and_inside_it():
+    cases, names = ("a" * 90, "b"), ("one", "a much longer name than the others have", "c" * 30)
+    drawn = ET.fromstring(svg("t", [Bar(case, name, 2.0) for case in cases for name in names]))
+    width = float(drawn.attrib["viewBox"].split()[2])
+    texts = {it.text: it for it in drawn.iter() if it.text in (*cases, *names)}
+    begins = [float(texts[name].attrib["x"]) for name in names]
+    assert all(at + 6.5 * len(name) < end for at, name, end in zip(begins, names, [*begins[1:], width], strict=True))
+    assert all(float(texts[case].attrib["x"]) > 6.5 * len(case) for case in cases)
+
+
 def test_the_page_keeps_its_device_section_unless_a_new_one_is_given():
     before = f"{page.BEGIN}\nmeasured once\n{page.END}\n"
     kept = page.written(this_machine(), 15, [], [], [], None, before)

@@ -531,11 +531,19 @@ def test_a_file_that_is_no_result_is_told(text, tmp_path):
         result.read(path)
 
 
-def test_the_picture_is_well_formed_and_has_a_bar_for_every_ratio():
-    bars = report.bars(report.summary(a_record()))
-    assert {bar.baseline for bar in bars} == {"stock ÷ kvferry"}
+def test_the_picture_has_what_most_wait_for_and_what_those_that_decode_do_at_worst():
+    record = a_record()
+    bars = report.bars(report.summary(record))
+    assert {bar.baseline for bar in bars} == {"kvferry"}
+    cases = [bar.case for bar in bars]
+    assert "4 × 257 at once, p50" in cases
+    assert [case for case in cases if "engine" in case or "first" in case or "p90" in case or "(" in case] == []
     drawn = ET.fromstring(svg("title", bars))
-    assert len([it for it in drawn.iter() if it.text and it.text.endswith("(eager)")]) == len(bars)
+    assert [it.text for it in drawn.iter() if it.text in cases] == cases
+    both = Record(record.machine, record.settings, [*record.runs, *(replace(run, mode="graphs") for run in record.runs)])
+    assert [bar.case for bar in report.bars(report.summary(both))] == [
+        f"{it} ({m})" for m in ("eager", "graphs") for it in cases
+    ]
 
 
 # Where steps spend their time

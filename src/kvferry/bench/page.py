@@ -51,10 +51,10 @@ def table(results: Sequence[Any]) -> Rows:
 def bars(results: Sequence[Any]) -> list[Bar]:
     found = []
     for row in results:
-        found.append(Bar(row.case, "stock", row.ratio_to_stock))
+        found.append(Bar(row.case, "× stock", row.ratio_to_stock))
         if isinstance(row, Moved):
-            found.append(Bar(row.case, "one descriptor", row.ratio_to_one_descriptor))
-            found.append(Bar(row.case, "memcpy", row.ratio_to_memcpy))
+            found.append(Bar(row.case, "× one descriptor", row.ratio_to_one_descriptor))
+            found.append(Bar(row.case, "× memcpy", row.ratio_to_memcpy))
     return found
 
 

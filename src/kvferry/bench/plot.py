@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import log10
 from xml.sax.saxutils import escape
 
-_ROW = 26
-_BAR = 16
-_LEFT = 520
+_ROW = 18
+_BAR = 14
+_BETWEEN = 10
+_LETTER = 7
 _WIDTH = 420
 _MARGIN = 60
 _COLOURS = ("#3367a8", "#d08a3c", "#6a9a5b", "#8a6fa8")
@@ -30,34 +31,42 @@ def svg(title: str, bars: Sequence[Bar]) -> str:
     baselines = list(dict.fromkeys(bar.baseline for bar in bars))
     ratios = [bar.ratio for bar in bars if bar.ratio]
     axis = _Axis(min([1.0, *ratios]), max([1.0, *ratios]))
-    width = _LEFT + _WIDTH + 90
-    height = _MARGIN + _ROW * (len(bars) + 1) + 20
+    cases = list(dict.fromkeys(bar.case for bar in bars))
+    left = 20 + _LETTER * max(map(len, cases), default=0)
+    width = max(left + _WIDTH + 90, 24 + 9 * len(title), 12 + sum(map(_legend, baselines)))
+    bottom = _MARGIN + _ROW * len(bars) + _BETWEEN * len(cases)
+    height = bottom + 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
     ]
+    x = 12
     for i, baseline in enumerate(baselines):
-        parts.append(f'<rect x="{12 + 190 * i}" y="34" width="12" height="12" fill="{_COLOURS[i % len(_COLOURS)]}"/>')
-        parts.append(f'<text x="{29 + 190 * i}" y="44">× {escape(baseline)}</text>')
+        parts.append(f'<rect x="{x}" y="34" width="12" height="12" fill="{_COLOURS[i % len(_COLOURS)]}"/>')
+        parts.append(f'<text x="{x + 17}" y="44">{escape(baseline)}</text>')
+        x += _legend(baseline)
     last = ""
     for i, bar in enumerate(bars):
-        y = _MARGIN + i * _ROW
+        y = _MARGIN + i * _ROW + _BETWEEN * cases.index(bar.case)
         label = bar.case if bar.case != last else ""
         last = bar.case
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
+        parts.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(label)}</text>')
         if bar.ratio is None:
-            parts.append(f'<text x="{_LEFT + 4}" y="{y + 13}" fill="#777777">none</text>')
+            parts.append(f'<text x="{left + 4}" y="{y + 12}" fill="#777777">none</text>')
             continue
         colour = _COLOURS[baselines.index(bar.baseline) % len(_COLOURS)]
         long = max(axis.at(bar.ratio), 1.0)
-        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{long:.1f}" height="{_BAR}" fill="{colour}"/>')
-        parts.append(f'<text x="{_LEFT + long + 5:.1f}" y="{y + 13}">{_shown(bar.ratio)}</text>')
-    equal = _LEFT + axis.at(1.0)
-    bottom = _MARGIN + _ROW * len(bars)
+        parts.append(f'<rect x="{left}" y="{y}" width="{long:.1f}" height="{_BAR}" fill="{colour}"/>')
+        parts.append(f'<text x="{left + long + 5:.1f}" y="{y + 12}">{_shown(bar.ratio)}</text>')
+    equal = left + axis.at(1.0)
     parts.append(f'<line x1="{equal:.1f}" x2="{equal:.1f}" y1="{_MARGIN - 6}" y2="{bottom}" stroke="#333333"/>')
     parts.append(f'<text x="{equal:.1f}" y="{bottom + 16}" text-anchor="middle">as fast{axis.remark}</text>')
     return "\n".join([*parts, "</svg>\n"])
+
+
+def _legend(baseline: str) -> int:
+    return 40 + _LETTER * len(baseline)
 
 
 class _Axis:
