@@ -11,6 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -304,6 +305,7 @@ def test_every_strategy_moves_every_scatter_byte_by_byte(nixl):
         assert set(cell.foretold) == {"direct", "packed", "staged"}
         assert cell.took / cell.regret == pytest.approx(cell.best)
         assert 0 < cell.took <= cell.chosen_seconds
+        assert 0 < cell.choosing_seconds < cell.chosen_seconds
         assert set(cell.chosen.split(" and ")) <= set(cell.foretold)
         assert (strategies.STOCK in cell.seconds) == (not cell.stock_remark) == (cell.stock_bytes >= cell.bytes)
     served = [cell.scatter for cell in found if strategies.STOCK in cell.seconds]
@@ -329,6 +331,14 @@ def test_a_choice_is_judged_by_the_strategy_that_it_took(chosen, chosen_seconds,
     foretold = {"direct": 1.0, "staged": 2.0, "packed": 9.0}
     cell = strategies.Cell("a", 1, "dram", 1, 1, seconds, foretold, chosen, True, 0.1, "a path", chosen_seconds)
     assert cell.regret == pytest.approx(regret)
+
+
+def test_what_it_takes_to_choose_is_a_part_of_the_choice():
+    made = {"seconds": {"packed": 2.0, "direct": 3.0}, "foretold": {"packed": 1.0, "direct": 3.0}}
+    for choosing, regret in ((0.0, 1.0), (1.0, 1.5), (2.0, 1.75)):
+        cell = strategies.Cell("a", 1, "dram", 1, 1, **made, chosen="packed", right=True, memcpy_seconds=0.1, path="a path")
+        cell = msgspec.structs.replace(cell, chosen_seconds=3.5, choosing_seconds=choosing)
+        assert cell.regret == pytest.approx(regret)
 
 
 def test_a_limit_holds_for_the_end_that_chooses_too(nixl):

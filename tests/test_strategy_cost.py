@@ -12,21 +12,25 @@ from msgspec.structs import replace
 
 import oracle
 from ferrying import manifests_of, request_of
+from kvferry.bench.scatters import cells
 from kvferry.models import Side, load_model
-from kvferry.plan import Binder, Fleet, Request, make_plans
+from kvferry.plan import Binder, Fleet, Request, Tiles, make_plans
 from kvferry.plan.detour import packed, staged
 from kvferry.strategy import HostMover, cost, probing
 from kvferry.strategy.cost import PACKED_ROUNDS, STAGED_ROUNDS, Copying, Counter, Counts, Rates, Through, Way, Wire
 from kvferry.strategy.forecast import USUAL, forecasts
 from kvferry.strategy.landing import piece_bytes
 from kvferry.strategy.probing import copying_of
-from kvferry.strategy.scattered import Scattered, Settings
+from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings
 from kvferry.strategy.staging import DEVICE_CUT, HOST_CUT, PAGE, PINNED_CUT, Rings, host_staging, sized
 from kvferry.transport import Harbour, InProcessTransport
 from test_transfer_properties import cases
+from transport_peer import allocated
 from transport_suite import dense_case, model_case
 
 DEPTH = settings().max_examples // 100
+TILES = 16
+LAYERS = 3
 ONE = Rates("NIC", Wire(1.0, 1.0, 1.0, 1.0), Copying(1.0, 1.0, 1.0), Copying(1.0, 1.0, 1.0))
 
 
@@ -61,6 +65,65 @@ def test_descending_blocks_are_one_run_too() -> None:
     plan = make_plans(case.consumers, Fleet(case.producers))[0]
     down = list(range(16))[::-1]
     assert Counter(plan, 0).count(Binder(plan).tiles(Request(256, {0: down}, {0: down}))).runs == 3
+
+
+@st.composite
+def scattered_tiles(draw: st.DrawFn) -> Tiles:
+    """Tiles of any blocks in any order, no place here twice; some of them behind each other on both sides."""
+    begins = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 6)), min_size=1, max_size=12))
+    src = [begin + i for begin, length in begins for i in range(length)]
+    dst = draw(st.permutations(range(3 * len(src))))[: len(src)]
+    if draw(st.booleans()):
+        at = iter(draw(st.permutations(range(0, 8 * len(begins), 8))))
+        dst = [begin + i for (_, length), begin in zip(begins, at, strict=False) for i in range(length)]
+    order = draw(st.permutations(range(len(src))))
+    places = np.array([[src[i], dst[i]] for i in order], np.int64)
+    per_block = draw(st.sampled_from([1, TILES]))
+    (src_block, src_tile), (dst_block, dst_tile) = (np.divmod(places[:, side], per_block) for side in (0, 1))
+    return Tiles(src_block, src_tile, dst_block, dst_tile)
+
+
+@given(scattered_tiles(), st.integers(1, 40))
+def test_runs_are_those_that_no_other_ends_where_they_begin_and_a_look_at_some_finds_no_more(tiles: Tiles, some: int) -> None:
+    """A grain whose runs all follow each other from tile to tile, in every layer."""
+    [(scatter, tokens)] = cells([TILES], "cyclic tokens", layers=LAYERS)
+    case = scatter.case(tokens)
+    counter = Counter(case.plan(case.producers, case.consumers[0]), 0)
+    places = {
+        (int(sb) * TILES + int(s), int(db) * TILES + int(d))
+        for sb, s, db, d in zip(tiles.src_block, tiles.src_tile, tiles.dst_block, tiles.dst_tile, strict=True)
+    }
+    begin = sum((src - 1, dst - 1) not in places for src, dst in places)
+    found = counter.count({(0, 0): tiles})
+    assert found.runs == LAYERS * begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "SOME", some)
+        least = counter.least({(0, 0): tiles})
+    assert least.bytes == found.bytes
+    assert LAYERS <= least.runs <= found.runs
+
+
+@given(scattered_tiles(), st.integers(1, 40), st.floats(1e-9, 1e-3), st.floats(1e-9, 1e-3), st.floats(1e-12, 1e-8))
+def test_a_look_at_some_tiles_leads_to_the_same_choice(
+    tiles: Tiles, some: int, descriptor_s: float, answer_s: float, byte_s: float
+) -> None:
+    harbour = Harbour()
+    [(scatter, tokens)] = cells([256], "cyclic tokens", layers=LAYERS)
+    case = scatter.case(tokens)
+    there, here = allocated(case.producers, 1)[0], allocated(case.consumers, 2)[0]
+    rates = Rates("TCP", Wire(1e-6, descriptor_s, byte_s, answer_s), cost.HOST, cost.HOST)
+    wires = [InProcessTransport(name, harbour) for name in "pd"]
+    ends = [Scattered(wire, host_staging(1 << 18), HostMover(), Settings(rates=rates)) for wire in wires]
+    for end, memory in zip(ends, (there, here), strict=True):
+        end.register(memory.storages)
+    plan = case.plan([there.manifest], here.manifest)
+    prepared = ends[1].prepare(plan, 0, ends[1].connect(ends[0].metadata()))
+    assert isinstance(prepared, ScatteredPrepared)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "SOME", some)
+        assert prepared.way({(0, 0): tiles}) == cost.best(prepared.costs({(0, 0): tiles}))
+    for end in ends:
+        end.close()
 
 
 def test_every_number_is_charged_for() -> None:

@@ -30,7 +30,7 @@ from kvferry.bench.scatters import TOKENS, Scatter, cells
 from kvferry.bench.staging_ends import AUTO, Ask, End, Held, Holder, Ready, consumer_end, holder, memory_of
 from kvferry.bench.stock import Stock
 from kvferry.errors import BenchError, KVFerryError
-from kvferry.plan import Binder, Plan
+from kvferry.plan import Binder, Plan, Tiles
 from kvferry.strategy import cost
 from kvferry.strategy.scattered import ScatteredPrepared
 from kvferry.strategy.staging import BUDGET
@@ -47,6 +47,7 @@ DEVICE_WAYS: Final = ("direct", "mapped", "packed", "packed (host)", "staged")
 
 _MERGED: Final = 2_000_000
 """Runs up to here are merged with their neighbours to be counted."""
+_CHOICES: Final = 10
 _REST_S: Final = 0.00005
 _FEW_CORES: Final = 4
 _MORE: Final = 4
@@ -60,8 +61,9 @@ class Cell(Struct, frozen=True):
     """One request: bytes, runs, the fewest seconds by every strategy, what the model foretells and chooses among those that
     need no mapped memory, and a plain copy of as many bytes. A strategy that would take too long was not measured. `right`:
     every byte was compared, after every strategy. `chosen_seconds`: of loads by an end that chooses for itself, in turn with
-    the others; they are loads of the strategy that it chose like any other. Where its choice would take too long, nothing is
-    `chosen`. `stock_bytes`: what stock moved, whole blocks; `stock_remark`: why there is nothing of it."""
+    the others; they are loads of the strategy that it chose like any other, but for `choosing_seconds`, also measured alone.
+    Where its choice would take too long, nothing is `chosen`. `stock_bytes`: what stock moved, whole blocks; `stock_remark`:
+    why there is nothing of it."""
 
     scatter: str
     tokens: int
@@ -77,6 +79,7 @@ class Cell(Struct, frozen=True):
     chosen_seconds: float = 0.0
     stock_bytes: int = 0
     stock_remark: str = ""
+    choosing_seconds: float = 0.0
 
     @property
     def best(self) -> float:
@@ -85,8 +88,9 @@ class Cell(Struct, frozen=True):
 
     @property
     def took(self) -> float:
-        """By what was chosen, whoever chose it: two measurements of one strategy differ by noise alone."""
-        return min(self.chosen_seconds or math.inf, self.seconds.get(self.chosen, math.inf))
+        """To choose and to load by what was chosen, whoever chose it: but for the choice, two measurements of one strategy
+        differ by noise alone."""
+        return min(self.chosen_seconds or math.inf, self.choosing_seconds + self.seconds.get(self.chosen, math.inf))
 
     @property
     def regret(self) -> float:
@@ -224,7 +228,19 @@ class _Cell:
             min(copier() for _ in range(max(3, repeats))),
             self.ends[AUTO].transport.path(self.names[0]).name,
             found.get(AUTO, 0.0),
+            choosing_seconds=self._choosing(tiles) if AUTO in found else 0.0,
         )
+
+    def _choosing(self, tiles: Mapping[tuple[int, int], Tiles]) -> float:
+        """The fewest seconds that the choice takes of a load."""
+        ends = [one for one in self.prepared[AUTO] if isinstance(one, ScatteredPrepared)]
+        took = []
+        for _ in range(_CHOICES):
+            began = perf_counter()
+            for one in ends:
+                one.way(tiles)
+            took.append(perf_counter() - began)
+        return min(took)
 
     def _in_turn(self, ways: Sequence[str], repeats: int) -> dict[str, float]:
         """The fewest seconds of some loads by each way: whatever else a machine does only ever adds. One load after the other
@@ -298,6 +314,7 @@ def line(cell: Cell) -> str:
         for way, seconds in cell.seconds.items()
     )
     chosen = f"chosen {cell.chosen} {1000 * cell.chosen_seconds:.2f} ms ({cell.regret:.2f})" if cell.chosen else "none chosen"
+    chosen += f" in {1000 * cell.choosing_seconds:.3f} ms" if cell.choosing_seconds else ""
     return (
         f"{cell.scatter}, {length_of(cell)}, {cell.bytes / 1e6:.1f} MB in {cell.runs:,} runs: {times}; memcpy "
         f"{1000 * cell.memcpy_seconds:.2f} ms; {chosen}; {'right' if cell.right else 'WRONG'}"

@@ -27,7 +27,7 @@ from kvferry.plan import Edge, Grain, Lane, Plan, Run, Tiles
 from kvferry.plan.detour import packed, staged
 from kvferry.plan.schema import Side
 from kvferry.strategy import cost
-from kvferry.strategy.cost import Copying, Counter, Rates, Way, Wire
+from kvferry.strategy.cost import Copying, Counter, Counts, Rates, Way, Wire
 from kvferry.strategy.flights import Detoured, DetouredRead, SharedRead
 from kvferry.strategy.gathering import MARK, SLOT_S, Gathering, digest_of
 from kvferry.strategy.landing import TIMEOUT_S, Landing, piece_bytes
@@ -76,10 +76,26 @@ class ScatteredPrepared:
 
     def costs(self, tiles: Mapping[tuple[int, int], Tiles]) -> dict[Way, float]:
         """Seconds that the load would take by each way."""
+        return self._by_descriptors(tiles, self.counter.count) | self._through_staging(tiles)
+
+    def way(self, tiles: Mapping[tuple[int, int], Tiles]) -> Way:
+        """The best by those costs. Whether descriptors are is asked of some tiles first where there are many, since to count
+        their runs takes longest."""
+        staged = self._through_staging(tiles)
+        if sum(len(found.src_block) for found in tiles.values()) > cost.SOME:
+            way = cost.best(self._by_descriptors(tiles, self.counter.least) | staged)
+            if way != "direct":
+                return way
+        return cost.best(self._by_descriptors(tiles, self.counter.count) | staged)
+
+    def _by_descriptors(
+        self, tiles: Mapping[tuple[int, int], Tiles], count: Callable[[Mapping[tuple[int, int], Tiles]], Counts]
+    ) -> dict[Way, float]:
+        return {"direct": cost.direct_s(count(tiles), self.rates)} if self.direct is not None else {}
+
+    def _through_staging(self, tiles: Mapping[tuple[int, int], Tiles]) -> dict[Way, float]:
         out: dict[Way, float] = {}
         slot, cut = self.landing.staging.slot, self.landing.staging.cut
-        if self.direct is not None:
-            out["direct"] = cost.direct_s(self.counter.count(tiles), self.rates)
         for way, found in self.detours.items():
             load = cost.through(found.detour, tiles)
             if found.source is not None:
@@ -323,9 +339,8 @@ class Scattered:
             raise PeerGoneError(prepared.peer)
         if self._connected(prepared.peer) is not prepared.connection:
             raise TransportError(f"peer {prepared.peer} was forgotten since this plan was prepared; prepare it again")
-        costs = prepared.costs(tiles)
-        way = cost.best(costs)
-        self._tell(prepared.peer, way, costs)
+        way = prepared.way(tiles)
+        self._tell(prepared, way, tiles)
         return prepared.detours.get(way)
 
     def _detour(self, detoured: Detoured, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> DetouredRead:
@@ -342,11 +357,11 @@ class Scattered:
             raise TransportError(f"peer {peer} is not connected; connect with its metadata first")
         return self._offers[peer]
 
-    def _tell(self, peer: str, way: Way, costs: Mapping[Way, float]) -> None:
-        words = f"peer {peer} is read {way}"
+    def _tell(self, prepared: ScatteredPrepared, way: Way, tiles: Mapping[tuple[int, int], Tiles]) -> None:
+        words = f"peer {prepared.peer} is read {way}"
         if words not in self._said:
             self._said.add(words)
-            shown = sorted(costs.items(), key=lambda found: found[1])
+            shown = sorted(prepared.costs(tiles).items(), key=lambda found: found[1])
             others = ", ".join(f"{other} {1000 * seconds:.2f} ms" for other, seconds in shown)
             logger.info("%s: the first such load would take %s", words, others)
 

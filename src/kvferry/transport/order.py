@@ -24,8 +24,10 @@ def ascending(tiles: Mapping[tuple[int, int], Tiles]) -> Mapping[tuple[int, int]
 
 def _ascending(tiles: Tiles) -> Tiles:
     block, tile = tiles.dst_block, tiles.dst_tile
-    step = block[1:] - block[:-1]
-    if (step > 0).all() or ((step >= 0) & ((step > 0) | (tile[1:] >= tile[:-1]))).all():
+    if (block[1:] > block[:-1]).all():
         return tiles
-    order = np.lexsort((tile, block))
+    place = block.astype(np.int64) * (int(tile.max()) + 1) + tile
+    if (place[1:] >= place[:-1]).all():
+        return tiles
+    order = np.argsort(place)
     return Tiles(tiles.src_block[order], tiles.src_tile[order], block[order], tile[order])
