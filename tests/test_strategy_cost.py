@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import oracle
-from ferrying import manifests_of, request_of
+from ferrying import elements, manifests_of, request_of
 from kvferry.bench.scatters import cells
-from kvferry.models import Side, load_model
-from kvferry.plan import Binder, Fleet, Request, Tiles, make_plans
+from kvferry.models import Side, load_model, manifests
+from kvferry.plan import Binder, Fleet, Plan, Request, Tiles, make_plans
 from kvferry.plan.detour import packed, staged
+from kvferry.plan.rows import PreparedRows
 from kvferry.strategy import HostMover, cost, probing
 from kvferry.strategy.cost import PACKED_ROUNDS, STAGED_ROUNDS, Copying, Counter, Counts, Rates, Through, Way, Wire
 from kvferry.strategy.forecast import USUAL, forecasts
@@ -29,8 +32,6 @@ from transport_peer import allocated
 from transport_suite import dense_case, model_case
 
 DEPTH = settings().max_examples // 100
-TILES = 16
-LAYERS = 3
 ONE = Rates("NIC", Wire(1.0, 1.0, 1.0, 1.0), Copying(1.0, 1.0, 1.0), Copying(1.0, 1.0, 1.0))
 
 
@@ -68,62 +69,115 @@ def test_descending_blocks_are_one_run_too() -> None:
 
 
 @st.composite
-def scattered_tiles(draw: st.DrawFn) -> Tiles:
-    """Tiles of any blocks in any order, no place here twice; some of them behind each other on both sides."""
-    begins = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 6)), min_size=1, max_size=12))
-    src = [begin + i for begin, length in begins for i in range(length)]
-    dst = draw(st.permutations(range(3 * len(src))))[: len(src)]
-    if draw(st.booleans()):
-        at = iter(draw(st.permutations(range(0, 8 * len(begins), 8))))
-        dst = [begin + i for (_, length), begin in zip(begins, at, strict=False) for i in range(length)]
-    order = draw(st.permutations(range(len(src))))
-    places = np.array([[src[i], dst[i]] for i in order], np.int64)
-    per_block = draw(st.sampled_from([1, TILES]))
-    (src_block, src_tile), (dst_block, dst_tile) = (np.divmod(places[:, side], per_block) for side in (0, 1))
-    return Tiles(src_block, src_tile, dst_block, dst_tile)
+def scattered_loads(draw: st.DrawFn) -> tuple[Plan, dict[tuple[int, int], Tiles]]:
+    """Whole blocks of one kind of layer, of any two sizes, in any order or in stretches that ascend."""
+    there, here = draw(st.sampled_from([(16, 16), (16, 64), (64, 16), (16, 48), (32, 48), (1, 16)]))
+    plan = plan_of(there, here)
+    tokens = lcm(there, here) * draw(st.integers(1, 4))
+    tables = []
+    for size in (there, here):
+        free = list(range(2 * tokens // size))
+        cut = draw(st.integers(0, len(free)))
+        tables.append({0: draw(st.sampled_from([free, free[cut:] + free[:cut], free[::-1], draw(st.permutations(free))]))})
+    request = Request(tokens, *({0: table[0][: tokens // size]} for table, size in zip(tables, (there, here), strict=True)))
+    return plan, dict(Binder(plan).tiles(request))
 
 
-@given(scattered_tiles(), st.integers(1, 40))
-def test_runs_are_those_that_no_other_ends_where_they_begin_and_a_look_at_some_finds_no_more(tiles: Tiles, some: int) -> None:
-    """A grain whose runs all follow each other from tile to tile, in every layer."""
-    [(scatter, tokens)] = cells([TILES], "cyclic tokens", layers=LAYERS)
-    case = scatter.case(tokens)
-    counter = Counter(case.plan(case.producers, case.consumers[0]), 0)
-    places = {
-        (int(sb) * TILES + int(s), int(db) * TILES + int(d))
-        for sb, s, db, d in zip(tiles.src_block, tiles.src_tile, tiles.dst_block, tiles.dst_tile, strict=True)
+@cache
+def plan_of(there: int, here: int) -> Plan:
+    shape = load_model("deepseek-v3")
+    sides = [manifests(shape, Side.parse(f"tp=1,block={size}"), name, blocks=512) for size, name in ((there, "P"), (here, "D"))]
+    return make_plans(sides[1], Fleet(sides[0]))[0]
+
+
+def runs_of(plan: Plan, tiles: dict[tuple[int, int], Tiles]) -> int:
+    """Those that no other ends where they begin, on both sides, one by one."""
+    rows = PreparedRows(plan, 0)
+    (there, length), (here, _) = elements(rows.src), elements(rows.dst)
+    src, dst = rows.indices(tiles)
+    row_there, row_here = (np.repeat(np.arange(len(side)), side.count) for side in (rows.src, rows.dst))
+    pieces = {
+        (int(row_there[s]), int(there[s]), int(row_here[d]), int(here[d])): int(length[s])
+        for s, d in zip(src, dst, strict=True)
     }
-    begin = sum((src - 1, dst - 1) not in places for src, dst in places)
-    found = counter.count({(0, 0): tiles})
-    assert found.runs == LAYERS * begin
+    ends = {(a, at + size, b, to + size) for (a, at, b, to), size in pieces.items()}
+    return sum(begin not in ends for begin in pieces)
+
+
+@given(scattered_loads(), st.integers(1, 300))
+def test_runs_are_those_that_no_other_ends_where_they_begin_and_a_look_at_some_finds_no_more(
+    load: tuple[Plan, dict[tuple[int, int], Tiles]], some: int
+) -> None:
+    plan, tiles = load
+    counter = Counter(plan, 0)
+    found = counter.count(tiles)
+    assert found.runs == runs_of(plan, tiles)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "SOME", some)
-        least = counter.least({(0, 0): tiles})
+        least = counter.least(tiles)
     assert least.bytes == found.bytes
-    assert LAYERS <= least.runs <= found.runs
+    assert 1 <= least.runs <= found.runs
 
 
-@given(scattered_tiles(), st.integers(1, 40), st.floats(1e-9, 1e-3), st.floats(1e-9, 1e-3), st.floats(1e-12, 1e-8))
-def test_a_look_at_some_tiles_leads_to_the_same_choice(
-    tiles: Tiles, some: int, descriptor_s: float, answer_s: float, byte_s: float
-) -> None:
-    harbour = Harbour()
-    [(scatter, tokens)] = cells([256], "cyclic tokens", layers=LAYERS)
-    case = scatter.case(tokens)
+def test_two_stretches_that_take_turns_are_two_runs_of_a_layer_and_a_look_at_some_finds_no_more() -> None:
+    plan = plan_of(16, 16)
+    there, here = ([at + far * (turn % 2) for turn, at in enumerate(sorted([*range(20)] * 2))] for far in (40, 60))
+    counter, tiles = Counter(plan, 0), Binder(plan).tiles(Request(16 * 40, {0: there}, {0: here}))
+    layers = counter.count(Binder(plan).tiles(Request(16, {0: [0]}, {0: [0]}))).runs
+    assert counter.count(tiles).runs == 2 * layers
+    assert counter.least(tiles).runs == 2 * layers
+
+
+def choosing_end(descriptor_s: float) -> ScatteredPrepared:
+    """Cyclic tokens, of which a source keeps each in a block of its own, by an end that may choose."""
+    [(scatter, tokens)] = cells([1024], "cyclic tokens", layers=2)
+    case, harbour = scatter.case(tokens), Harbour()
     there, here = allocated(case.producers, 1)[0], allocated(case.consumers, 2)[0]
-    rates = Rates("TCP", Wire(1e-6, descriptor_s, byte_s, answer_s), cost.HOST, cost.HOST)
+    rates = Rates("TCP", Wire(1e-6, descriptor_s, 1e-9, 1e-3), cost.HOST, cost.HOST)
     wires = [InProcessTransport(name, harbour) for name in "pd"]
     ends = [Scattered(wire, host_staging(1 << 18), HostMover(), Settings(rates=rates)) for wire in wires]
     for end, memory in zip(ends, (there, here), strict=True):
         end.register(memory.storages)
-    plan = case.plan([there.manifest], here.manifest)
-    prepared = ends[1].prepare(plan, 0, ends[1].connect(ends[0].metadata()))
+    prepared = ends[1].prepare(case.plan([there.manifest], here.manifest), 0, ends[1].connect(ends[0].metadata()))
     assert isinstance(prepared, ScatteredPrepared)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "SOME", some)
-        assert prepared.way({(0, 0): tiles}) == cost.best(prepared.costs({(0, 0): tiles}))
-    for end in ends:
-        end.close()
+    return prepared
+
+
+def cyclic(table: list[int]) -> dict[tuple[int, int], Tiles]:
+    """From blocks of one token into blocks that are behind each other."""
+    at = np.arange(len(table), dtype=np.int32)
+    return {(0, 0): Tiles(np.array(table, np.int32), np.zeros_like(at), at // 16, at % 16)}
+
+
+IN_ORDER = list(range(1000))
+SHUFFLED = [block * 7 % 1000 for block in range(1000)]
+
+
+@pytest.mark.parametrize("some", [1, 10, 1 << 20])
+@pytest.mark.parametrize("descriptor_s", [1e-9, 1e-6, 3e-6, 1e-5, 1e-3])
+@pytest.mark.parametrize(
+    "table",
+    [IN_ORDER, SHUFFLED, IN_ORDER[::-1], IN_ORDER[:500] + SHUFFLED[500:]],
+    ids=["in order", "shuffled", "descending", "half"],
+)
+def test_a_look_at_some_tiles_leads_to_the_same_choice(
+    table: list[int], descriptor_s: float, some: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = choosing_end(descriptor_s)
+    monkeypatch.setattr(cost, "SOME", some)
+    tiles = cyclic(table)
+    assert prepared.way(tiles) == cost.best(prepared.costs(tiles))
+
+
+def test_tiles_are_put_in_order_only_where_descriptors_may_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = choosing_end(1e-3)
+    counted = []
+    monkeypatch.setattr(Counter, "count", lambda self, tiles: counted.append(tiles) or Counts(0, 1))
+    monkeypatch.setattr(cost, "SOME", 100)
+    assert prepared.way(cyclic(SHUFFLED)) != "direct"
+    assert counted == []
+    assert prepared.way(cyclic(IN_ORDER)) == "direct"
+    assert len(counted) == 1
 
 
 def test_every_number_is_charged_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import log10
 from xml.sax.saxutils import escape
 
@@ -31,8 +32,8 @@ def svg(title: str, bars: Sequence[Bar]) -> str:
     baselines = list(dict.fromkeys(bar.baseline for bar in bars))
     ratios = [bar.ratio for bar in bars if bar.ratio]
     axis = _Axis(min([1.0, *ratios]), max([1.0, *ratios]))
-    cases = list(dict.fromkeys(bar.case for bar in bars))
-    left = 20 + _LETTER * max(map(len, cases), default=0)
+    cases = [(case, list(found)) for case, found in groupby(bars, lambda bar: bar.case)]
+    left = 20 + _LETTER * max((len(case) for case, _ in cases), default=0)
     width = max(left + _WIDTH + 90, 24 + 9 * len(title), 12 + sum(map(_legend, baselines)))
     bottom = _MARGIN + _ROW * len(bars) + _BETWEEN * len(cases)
     height = bottom + 30
@@ -46,23 +47,27 @@ def svg(title: str, bars: Sequence[Bar]) -> str:
         parts.append(f'<rect x="{x}" y="34" width="12" height="12" fill="{_COLOURS[i % len(_COLOURS)]}"/>')
         parts.append(f'<text x="{x + 17}" y="44">{escape(baseline)}</text>')
         x += _legend(baseline)
-    last = ""
-    for i, bar in enumerate(bars):
-        y = _MARGIN + i * _ROW + _BETWEEN * cases.index(bar.case)
-        label = bar.case if bar.case != last else ""
-        last = bar.case
-        parts.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(label)}</text>')
-        if bar.ratio is None:
-            parts.append(f'<text x="{left + 4}" y="{y + 12}" fill="#777777">none</text>')
-            continue
-        colour = _COLOURS[baselines.index(bar.baseline) % len(_COLOURS)]
-        long = max(axis.at(bar.ratio), 1.0)
-        parts.append(f'<rect x="{left}" y="{y}" width="{long:.1f}" height="{_BAR}" fill="{colour}"/>')
-        parts.append(f'<text x="{left + long + 5:.1f}" y="{y + 12}">{_shown(bar.ratio)}</text>')
+    y = _MARGIN
+    for case, found in cases:
+        parts.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(case)}</text>')
+        for bar in found:
+            parts += _drawn(bar, left, y, axis, _COLOURS[baselines.index(bar.baseline) % len(_COLOURS)])
+            y += _ROW
+        y += _BETWEEN
     equal = left + axis.at(1.0)
     parts.append(f'<line x1="{equal:.1f}" x2="{equal:.1f}" y1="{_MARGIN - 6}" y2="{bottom}" stroke="#333333"/>')
     parts.append(f'<text x="{equal:.1f}" y="{bottom + 16}" text-anchor="middle">as fast{axis.remark}</text>')
     return "\n".join([*parts, "</svg>\n"])
+
+
+def _drawn(bar: Bar, left: int, y: int, axis: _Axis, colour: str) -> tuple[str, ...]:
+    if bar.ratio is None:
+        return (f'<text x="{left + 4}" y="{y + 12}" fill="#777777">none</text>',)
+    long = max(axis.at(bar.ratio), 1.0)
+    return (
+        f'<rect x="{left}" y="{y}" width="{long:.1f}" height="{_BAR}" fill="{colour}"/>',
+        f'<text x="{left + long + 5:.1f}" y="{y + 12}">{_shown(bar.ratio)}</text>',
+    )
 
 
 def _legend(baseline: str) -> int:

@@ -314,7 +314,7 @@ def line(cell: Cell) -> str:
         for way, seconds in cell.seconds.items()
     )
     chosen = f"chosen {cell.chosen} {1000 * cell.chosen_seconds:.2f} ms ({cell.regret:.2f})" if cell.chosen else "none chosen"
-    chosen += f" in {1000 * cell.choosing_seconds:.3f} ms" if cell.choosing_seconds else ""
+    chosen += f", of which {1000 * cell.choosing_seconds:.3f} ms to choose" if cell.choosing_seconds else ""
     return (
         f"{cell.scatter}, {length_of(cell)}, {cell.bytes / 1e6:.1f} MB in {cell.runs:,} runs: {times}; memcpy "
         f"{1000 * cell.memcpy_seconds:.2f} ms; {chosen}; {'right' if cell.right else 'WRONG'}"

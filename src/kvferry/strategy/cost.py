@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import Final, Literal
 
 import numpy as np
@@ -83,7 +83,7 @@ from whoever launches kernels. NVLink, PCIe and NIC are what vendors and others 
 WORTH: Final = 1.1
 """How many times cheaper staging must be foretold to be used instead of descriptors."""
 SOME: Final = 4096
-"""So many tiles are looked at before more are put in order, which takes a tenth of a load that has one for each token."""
+"""Of longer loads so many tiles are looked at before all are put in order: for a token each, that takes a tenth of the load."""
 PACKED_ROUNDS: Final = 6
 MAPPED_ROUNDS: Final = 2
 STAGED_ROUNDS: Final = 3
@@ -117,7 +117,7 @@ class Counter:
 
     def __init__(self, plan: Plan, source: int) -> None:
         self._grains: dict[Key, tuple[int, int, int]] = {}
-        self._tiles: dict[Key, int] = {}
+        self._tiles: dict[Key, tuple[int, int]] = {}
         for i, edge in enumerate(plan.edges):
             if edge.source != source:
                 continue
@@ -127,8 +127,8 @@ class Counter:
                 steps = np.array([one[0][1] if len(one) == 1 else -1 for one in lanes], np.int64)
                 dense = (steps[columns.src_lane] == columns.length) & (steps[columns.dst_lane] == columns.length)
                 self._grains[i, level] = int(columns.length.sum()), len(columns), int(dense.sum())
-                digits = plan.lanes[grain.runs[0].src_lane].digits, plan.lanes[grain.runs[0].dst_lane].digits
-                self._tiles[i, level] = max(int(np.prod([count for count, _ in one])) for one in digits)
+                there, here = (plan.lanes[lane].digits for lane in (grain.runs[0].src_lane, grain.runs[0].dst_lane))
+                self._tiles[i, level] = prod(count for count, _ in there), prod(count for count, _ in here)
 
     @property
     def tile_bytes(self) -> int:
@@ -146,7 +146,7 @@ class Counter:
         """No more runs than there are, by a look at some of the tiles: what merges lies equally far from here at the source."""
         return self._counted(tiles, _distances)
 
-    def _counted(self, tiles: Mapping[Key, Tiles], stretches: Callable[[Tiles, int], int]) -> Counts:
+    def _counted(self, tiles: Mapping[Key, Tiles], stretches: Callable[[Tiles, int, int], int]) -> Counts:
         moved = runs = 0
         for key, (size, total, dense) in self._grains.items():
             found = tiles.get(key)
@@ -154,18 +154,21 @@ class Counter:
                 continue
             count = len(found.src_block)
             moved += size * count
-            runs += (total - dense) * count + (dense and dense * stretches(found, self._tiles[key]))
+            runs += (total - dense) * count
+            if dense:
+                runs += dense * stretches(found, *self._tiles[key])
         return Counts(moved, runs)
 
 
-def _places(tiles: Tiles, per_block: int, most: int | None = None) -> tuple[Ints, Ints]:
-    src = tiles.src_block[:most].astype(np.int64) * per_block + tiles.src_tile[:most]
-    return src, tiles.dst_block[:most].astype(np.int64) * per_block + tiles.dst_tile[:most]
+def _places(tiles: Tiles, there: int, here: int, every: int = 1) -> tuple[Ints, Ints]:
+    """Of every so many tiles, by how many a block has on either side."""
+    src = tiles.src_block[::every].astype(np.int64) * there + tiles.src_tile[::every]
+    return src, tiles.dst_block[::every].astype(np.int64) * here + tiles.dst_tile[::every]
 
 
-def _stretches(tiles: Tiles, per_block: int) -> int:
+def _stretches(tiles: Tiles, there: int, here: int) -> int:
     """In the order in which they are copied, which is that of places here."""
-    src, dst = _places(tiles, per_block)
+    src, dst = _places(tiles, there, here)
     step = dst[1:] - dst[:-1]
     if (step < 0).any():
         order = np.argsort(dst)
@@ -174,8 +177,8 @@ def _stretches(tiles: Tiles, per_block: int) -> int:
     return 1 + int(np.count_nonzero((step != 1) | (src[1:] - src[:-1] != 1)))
 
 
-def _distances(tiles: Tiles, per_block: int) -> int:
-    src, dst = _places(tiles, per_block, SOME)
+def _distances(tiles: Tiles, there: int, here: int) -> int:
+    src, dst = _places(tiles, there, here, -(-len(tiles.src_block) // SOME))
     found = np.sort(dst - src)
     return 1 + int(np.count_nonzero(found[1:] != found[:-1]))
 

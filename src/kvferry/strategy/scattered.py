@@ -81,6 +81,8 @@ class ScatteredPrepared:
     def way(self, tiles: Mapping[tuple[int, int], Tiles]) -> Way:
         """The best by those costs. Whether descriptors are is asked of some tiles first where there are many, since to count
         their runs takes longest."""
+        if not self.detours:
+            return "direct"
         staged = self._through_staging(tiles)
         if sum(len(found.src_block) for found in tiles.values()) > cost.SOME:
             way = cost.best(self._by_descriptors(tiles, self.counter.least) | staged)

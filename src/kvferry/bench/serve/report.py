@@ -322,7 +322,8 @@ _PICTURED: Final = {("ttft", P50), ("both legs", P50), ("idle", P50), ("loaded",
 
 
 def bars(found: Summary) -> list[Bar]:
-    """How many times faster than stock: what most requests wait for, and what those that decode do at worst."""
+    """How many times faster than stock: what most requests wait for, and what those that decode beside them nearly all do not
+    wait longer for."""
     pictured = {it.title for it in figures(found.settings) if (it.sample, it.share) in _PICTURED and it.row[0] != FIRST}
     modes = {it.mode for it in found.figures}
     return [
