@@ -83,7 +83,9 @@ from whoever launches kernels. NVLink, PCIe and NIC are what vendors and others 
 WORTH: Final = 1.1
 """How many times cheaper staging must be foretold to be used instead of descriptors."""
 SOME: Final = 4096
-"""Of longer loads so many tiles are looked at before all are put in order: for a token each, that takes a tenth of the load."""
+ONE_IN: Final = 8
+"""Of a load of more tiles so many are looked at, or one in eight, before all are put in order: where each is a token, that
+takes a tenth of the load."""
 PACKED_ROUNDS: Final = 6
 MAPPED_ROUNDS: Final = 2
 STAGED_ROUNDS: Final = 3
@@ -178,7 +180,7 @@ def _stretches(tiles: Tiles, there: int, here: int) -> int:
 
 
 def _distances(tiles: Tiles, there: int, here: int) -> int:
-    src, dst = _places(tiles, there, here, -(-len(tiles.src_block) // SOME))
+    src, dst = _places(tiles, there, here, min(ONE_IN, -(-len(tiles.src_block) // SOME)))
     found = np.sort(dst - src)
     return 1 + int(np.count_nonzero(found[1:] != found[:-1]))
 
