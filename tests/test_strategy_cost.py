@@ -24,8 +24,9 @@ from kvferry.strategy.cost import PACKED_ROUNDS, STAGED_ROUNDS, Copying, Counter
 from kvferry.strategy.forecast import USUAL, forecasts
 from kvferry.strategy.landing import piece_bytes
 from kvferry.strategy.probing import copying_of
-from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings
+from kvferry.strategy.scattered import Scattered, Settings
 from kvferry.strategy.staging import DEVICE_CUT, HOST_CUT, PAGE, PINNED_CUT, Rings, host_staging, sized
+from kvferry.strategy.ways import ScatteredPrepared
 from kvferry.transport import Harbour, InProcessTransport
 from test_transfer_properties import cases
 from transport_peer import allocated

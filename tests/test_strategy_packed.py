@@ -29,7 +29,7 @@ from kvferry.strategy.flights import DetouredRead, SharedRead
 from kvferry.strategy.gathering import AGAIN, AWAKE_S, MARK, SLOT_S, Ask, Asks, Free, Introduction, pack
 from kvferry.strategy.movers import Over, Ticket
 from kvferry.strategy.moves import Bound
-from kvferry.strategy.scattered import Scattered, ScatteredPrepared, Settings, _slotfuls
+from kvferry.strategy.scattered import Scattered, Settings, _slotfuls
 from kvferry.strategy.staging import (
     DEVICE_CUT,
     HOST_CUT,
@@ -44,6 +44,7 @@ from kvferry.strategy.staging import (
     sized,
 )
 from kvferry.strategy.turns import turn
+from kvferry.strategy.ways import ScatteredPrepared
 from kvferry.strided import Ints
 from kvferry.transport import Harbour, InProcessTransport, State
 from kvferry.transport.contract import Prepared, Read

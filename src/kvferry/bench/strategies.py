@@ -32,8 +32,8 @@ from kvferry.bench.stock import Stock
 from kvferry.errors import BenchError, KVFerryError
 from kvferry.plan import Binder, Plan, Tiles
 from kvferry.strategy import cost
-from kvferry.strategy.scattered import ScatteredPrepared
 from kvferry.strategy.staging import BUDGET
+from kvferry.strategy.ways import ScatteredPrepared
 from kvferry.transport.contract import Prepared, State
 
 WITHIN: Final = 1.15

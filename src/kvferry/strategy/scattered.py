@@ -27,16 +27,17 @@ from kvferry.plan import Edge, Grain, Lane, Plan, Run, Tiles
 from kvferry.plan.detour import packed, staged
 from kvferry.plan.schema import Side
 from kvferry.strategy import cost
-from kvferry.strategy.cost import Copying, Counter, Counts, Rates, Way, Wire
+from kvferry.strategy.cost import Copying, Counter, Rates, Way, Wire
 from kvferry.strategy.flights import Detoured, DetouredRead, SharedRead
 from kvferry.strategy.gathering import MARK, SLOT_S, Gathering, digest_of
-from kvferry.strategy.landing import TIMEOUT_S, Landing, piece_bytes
+from kvferry.strategy.landing import TIMEOUT_S, Landing
 from kvferry.strategy.mapped import Mapped, PeerGoneError, Token
 from kvferry.strategy.movers import HostMover, Mover
 from kvferry.strategy.moves import joined
 from kvferry.strategy.probing import copying_of, probed
 from kvferry.strategy.sources import Source
 from kvferry.strategy.staging import Boards, Offer, Staging
+from kvferry.strategy.ways import Connection, ScatteredPrepared
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport
 from kvferry.transport.metadata import encode_metadata, open_metadata
 
@@ -49,64 +50,6 @@ _MOMENT_S: Final = 0.002
 """What loads that share a slot may take on the wire: the shortest waits for all of them."""
 _PARTS: Final = 8
 """Tiles that are larger than this part of a slot are cut, so that little of a slot is left over."""
-
-
-@dataclass(eq=False)
-class _Connection:
-    """A peer from when it was connected until it is forgotten; `gone`: because it has died."""
-
-    digest: bytes
-    offer: Offer | None
-    gone: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class ScatteredPrepared:
-    """The ways that a plan can go; `direct` is None where the transport cannot prepare it."""
-
-    peer: str
-    rows: int
-    direct: Prepared | None
-    detours: Mapping[Way, Detoured]
-    counter: Counter
-    rates: Rates
-    landing: Landing
-    connection: _Connection
-    anywhere: bool = False
-
-    def costs(self, tiles: Mapping[tuple[int, int], Tiles]) -> dict[Way, float]:
-        """Seconds that the load would take by each way."""
-        return self._by_descriptors(tiles, self.counter.count) | self._through_staging(tiles)
-
-    def way(self, tiles: Mapping[tuple[int, int], Tiles]) -> Way:
-        """The best by those costs. Whether descriptors are is asked of some tiles first where there are many, since to count
-        their runs takes longest."""
-        if not self.detours:
-            return "direct"
-        staged = self._through_staging(tiles)
-        if sum(len(found.src_block) for found in tiles.values()) > cost.SOME:
-            way = cost.best(self._by_descriptors(tiles, self.counter.least) | staged)
-            if way != "direct":
-                return way
-        return cost.best(self._by_descriptors(tiles, self.counter.count) | staged)
-
-    def _by_descriptors(
-        self, tiles: Mapping[tuple[int, int], Tiles], count: Callable[[Mapping[tuple[int, int], Tiles]], Counts]
-    ) -> dict[Way, float]:
-        return {"direct": cost.direct_s(count(tiles), self.rates)} if self.direct is not None else {}
-
-    def _through_staging(self, tiles: Mapping[tuple[int, int], Tiles]) -> dict[Way, float]:
-        out: dict[Way, float] = {}
-        slot, cut = self.landing.staging.slot, self.landing.staging.cut
-        for way, found in self.detours.items():
-            load = cost.through(found.detour, tiles)
-            if found.source is not None:
-                piece = piece_bytes(load.staged, self.landing.room(found.source), cut)
-                slots = self.landing.berths(found.source)
-                out[way] = cost.packed_s(load, self.rates, piece, slots, found.mapped is not None)
-            else:
-                out[way] = cost.staged_s(load, self.rates, piece_bytes(load.staged, slot, cut))
-        return out
 
 
 @dataclass(frozen=True)
@@ -148,7 +91,7 @@ class Scattered:
         if self._settings.copying is None and self._settings.rates is None and self._settings.ways != ("direct",):
             self._copying = copying_of(mover, staging.landing if staging.sizes.landing else staging.sending)
         self._keep = boards
-        self._offers: dict[str, _Connection] = {}
+        self._offers: dict[str, Connection] = {}
         self._sources: dict[str, Source] = {}
         self._rates: dict[str, Rates] = {}
         self._reads: set[DetouredRead] = set()
@@ -192,7 +135,7 @@ class Scattered:
             raise TransportError(f"peer {found.name} does not say how it gathers ({error}); fetch its metadata again") from None
         name = self._wire.connect(metadata)
         if before is None:
-            self._offers[name] = _Connection(found.digest, offer)
+            self._offers[name] = Connection(found.digest, offer)
         return name
 
     def prepare(self, plan: Plan, source: int, peer: str) -> Prepared:
@@ -354,7 +297,7 @@ class Scattered:
         self._notify_if_done(read)
         return read
 
-    def _connected(self, peer: str) -> _Connection:
+    def _connected(self, peer: str) -> Connection:
         if peer not in self._offers:
             raise TransportError(f"peer {peer} is not connected; connect with its metadata first")
         return self._offers[peer]
