@@ -183,12 +183,13 @@ def test_tiles_are_put_in_order_only_where_descriptors_may_be_worth_it(monkeypat
 
 def test_every_number_is_charged_for() -> None:
     assert cost.direct_s(Counts(10, 3), ONE) == 1 + 3 + 10
-    longer = replace(ONE, wire=replace(ONE.wire, begin_s=5.0))
-    assert cost.direct_s(Counts(10, 3), longer) == 5 + 3 + 10
+    longer = replace(ONE, wire=replace(ONE.wire, begin_s=64.0))
+    assert [cost.direct_s(Counts(10, runs), longer) for runs in (0, 3, 64, 99)] == [11, 1 + 2 * 3 + 10, 139, 1 + 64 + 99 + 10]
     assert cost.mapped_s(Counts(10, 3), ONE) == 1 + 3 + 10
     load = Through(bytes=8, staged=10, gathered=2, scattered=3)
     assert cost.packed_s(load, ONE, 10, 4) == 1 + 1 + (1 + 2 + 8) + (PACKED_ROUNDS + 1 + 10) + (1 + 3 + 8)
     assert cost.staged_s(load, ONE, 10) == (STAGED_ROUNDS + 2 + 10) + (1 + 3 + 8)
+    assert cost.staged_s(load, longer, 10) == (STAGED_ROUNDS + 2 * 2 + 10) + (1 + 3 + 8)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_what_is_read_to_learn_what_a_path_costs_is_no_whole_slot_if_that_is_lon
     assert max(lengths) == 1 << 17 < host_staging(1 << 23).slot
 
 
-def test_what_the_first_descriptors_cost_beyond_the_others_is_a_reads_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_first_descriptors_cost_beyond_the_others_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def took(wire: Any, prepared: Any, tiles: Any, *_: Any) -> float:
         count = len(tiles[0, 0].src_block)
         return 1e-4 if count == 1 else 4e-4 + 2e-6 * count
@@ -267,7 +268,21 @@ def test_what_the_first_descriptors_cost_beyond_the_others_is_a_reads_own(monkey
         Scattered(InProcessTransport(name, harbour), host_staging(1 << 23), HostMover(), Settings(("packed",))) for name in "pd"
     )
     found = target.rates(target.connect(source.metadata())).wire
-    assert (found.round_s, found.descriptor_s, found.begin_s) == pytest.approx((1e-4, 2e-6, 4e-4))
+    assert (found.round_s, found.descriptor_s, found.begin_s) == pytest.approx((1e-4, 2e-6, 3e-4))
+
+
+def test_a_path_is_asked_after_without_rest_where_cores_are_not_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, rest in ((2, probing._REST_S), (16, 0.0)):
+        rested: list[float] = []
+        monkeypatch.setattr(probing.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr(probing, "_timed", lambda *found, rested=rested: rested.append(found[-1]) or 1e-4)
+        harbour = Harbour()
+        source, target = (
+            Scattered(InProcessTransport(name, harbour), host_staging(1 << 23), HostMover(), Settings(("packed",)))
+            for name in "pd"
+        )
+        target.rates(target.connect(source.metadata()))
+        assert set(rested) == {rest}
 
 
 def test_pieces_overlap_and_a_small_ring_is_waited_for() -> None:

@@ -32,6 +32,7 @@ from kvferry.bench.stock import Stock
 from kvferry.errors import BenchError, KVFerryError
 from kvferry.plan import Binder, Plan, Tiles
 from kvferry.strategy import cost
+from kvferry.strategy.probing import rest_s
 from kvferry.strategy.staging import BUDGET
 from kvferry.strategy.ways import ScatteredPrepared
 from kvferry.transport.contract import Prepared, State
@@ -48,8 +49,6 @@ DEVICE_WAYS: Final = ("direct", "mapped", "packed", "packed (host)", "staged")
 _MERGED: Final = 2_000_000
 """Runs up to here are merged with their neighbours to be counted."""
 _CHOICES: Final = 10
-_REST_S: Final = 0.00005
-_FEW_CORES: Final = 4
 _MORE: Final = 4
 _ENOUGH_S: Final = 2.0
 """Loads are repeated up to so many times more often than was asked for, while that takes no longer."""
@@ -120,12 +119,6 @@ def run(
             out.append(measure(held, scatter, tokens, memory, repeats, budget, limit_s))
             tick(out[-1])
     return out
-
-
-def rest_s(cores: int) -> float:
-    """Between two looks at a load, where cores are few and the producer may need this one; else it is asked after without rest,
-    as stock is."""
-    return _REST_S if cores < _FEW_CORES else 0.0
 
 
 def measure(

@@ -32,7 +32,7 @@ WAYS: Final[tuple[Way, ...]] = ("direct", "mapped", "packed", "staged")
 
 class Wire(Struct, frozen=True):
     """A path: seconds of a word there and back, of every descriptor, of every byte; and until a producer has begun what it was
-    asked for. `begin_s`: what a read of several descriptors takes beside them, where that is more than a word takes."""
+    asked for. `begin_s`: what the first `FEW` descriptors of a read take beyond that, all of them together."""
 
     round_s: float
     descriptor_s: float
@@ -40,10 +40,9 @@ class Wire(Struct, frozen=True):
     answer_s: float
     begin_s: float = 0.0
 
-    @property
-    def read_s(self) -> float:
-        """What a read takes beside its descriptors and bytes."""
-        return max(self.round_s, self.begin_s)
+    def read_s(self, descriptors: float) -> float:
+        """What a read takes beside its bytes."""
+        return self.round_s + self.begin_s * min(1.0, descriptors / FEW) + descriptors * self.descriptor_s
 
 
 class Copying(Struct, frozen=True):
@@ -65,19 +64,22 @@ class Rates(Struct, frozen=True):
     scattering: Copying
 
 
+FEW: Final = 64
+"""Descriptors of a read that may cost more than those that follow: over CUDA IPC they do, each by nearly 10 µs."""
 HOST: Final = Copying(20e-6, 8e-9, 1 / 1.8e9)
 DEVICE: Final = Copying(30e-6, 0.02e-9, 1 / 1.2e12, beside=True)
 WIRES: Final[Mapping[str, Wire]] = {
-    "same GPU": Wire(60e-6, 6e-6, 1 / 1.1e12, 1.5e-3, 0.3e-3),
-    "NVLink": Wire(60e-6, 6e-6, 1 / 350e9, 1.5e-3, 0.3e-3),
-    "PCIe": Wire(60e-6, 6e-6, 1 / 45e9, 1.5e-3, 0.3e-3),
-    "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1.5e-3, 30e-6),
-    "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 1e-3, 20e-6),
-    "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3, 1e-3),
+    "same GPU": Wire(60e-6, 3e-6, 1 / 1.1e12, 0.6e-3, 0.6e-3),
+    "NVLink": Wire(60e-6, 3e-6, 1 / 350e9, 0.6e-3, 0.6e-3),
+    "PCIe": Wire(60e-6, 3e-6, 1 / 45e9, 0.6e-3, 0.6e-3),
+    "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1.5e-3),
+    "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 1e-3),
+    "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3),
 }
-"""What a path usually costs, where nothing was measured. An answer is never measured: the producer's thread looks every 1.5 ms
-and the consumer's every 0.3 ms, half of which is waited for on average; beside a device each has to get Python's lock
-from whoever launches kernels. NVLink, PCIe and NIC are what vendors and others report: nobody has measured them here."""
+"""What a path usually costs, where nothing was measured. An answer is never measured: over shared memory, TCP and a NIC it is
+what the producer's thread, which looks every 1.5 ms, and the consumer's, every 0.3 ms, wait for on average; beside a device it
+is what it took between two processes on one H200; in engines the first after a quiet while takes three times as long. NVLink,
+PCIe and NIC are what vendors and others report: nobody has measured them here."""
 
 
 WORTH: Final = 1.1
@@ -197,8 +199,7 @@ def through(detour: Detour, tiles: Mapping[Key, Tiles]) -> Through:
 
 
 def direct_s(load: Counts, rates: Rates) -> float:
-    wire = rates.wire
-    return wire.read_s + load.runs * wire.descriptor_s + load.bytes * wire.byte_s
+    return rates.wire.read_s(load.runs) + load.bytes * rates.wire.byte_s
 
 
 def mapped_s(load: Counts, rates: Rates) -> float:
@@ -234,7 +235,7 @@ def staged_s(load: Through, rates: Rates, piece: int) -> float:
     pieces = max(1, -(-load.staged // piece))
     wire, scattering = rates.wire, rates.scattering
     stages = (
-        STAGED_ROUNDS * wire.round_s + (load.gathered * wire.descriptor_s + load.staged * wire.byte_s) / pieces,
+        (STAGED_ROUNDS - 1) * wire.round_s + wire.read_s(load.gathered / pieces) + load.staged * wire.byte_s / pieces,
         scattering.launch_s + (load.scattered * scattering.run_s + load.bytes * scattering.byte_s) / pieces,
     )
     return sum(stages) + (pieces - 1) * (max(stages) if scattering.beside else sum(stages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -28,12 +29,17 @@ _LONG: Final = 256 << 20
 """A quarter of a millisecond at a device's own pace, and not too long at a NIC's for those who wait meanwhile."""
 _CRUMBS: Final = 1024
 """So many descriptors of a few bytes are read to learn what one costs: more than are posted in one go."""
-_FEW: Final = 64
-"""As many as a state may have. Over CUDA IPC the first cost more than those that follow."""
 _CRUMB: Final = 32
 _TIMES: Final = 3
 _SHORT: Final = 4
 _REST_S: Final = 0.00005
+_FEW_CORES: Final = 4
+
+
+def rest_s(cores: int) -> float:
+    """Between two looks at a read, where cores are few and the producer may need this one. Else it is asked after without rest:
+    a machine may rest for many times as long as it was asked to, and UCX looks at a few descriptors of CUDA IPC at a time."""
+    return _REST_S if cores < _FEW_CORES else 0.0
 
 
 def probed(
@@ -43,9 +49,10 @@ def probed(
     in a slot, which is the caller's again unless there are reads in `kept`."""
     started = clock()
     deadline = started + LIMIT_S
+    rest = rest_s(len(os.sched_getaffinity(0)))
 
     def seconds(prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], times: int = _TIMES) -> float:
-        return min(_timed(wire, prepared, tiles, kept, clock, deadline) for _ in range(times))
+        return min(_timed(wire, prepared, tiles, kept, clock, deadline, rest) for _ in range(times))
 
     seconds(source.board, noting(source.note), 1)
     if wire.path(source.peer).slow:
@@ -60,13 +67,13 @@ def probed(
         length = most
         together = seconds(source.ring, pages(source.offer, 0, staging.slot, slot, length))
     crumbs = _crumbs(wire, source, staging, slot)
-    few, apart = seconds(crumbs, _every_other(_FEW)), seconds(crumbs, _every_other(_CRUMBS))
+    few, apart = seconds(crumbs, _every_other(cost.FEW)), seconds(crumbs, _every_other(_CRUMBS))
     device = "vram" in (source.offer.memory, staging.storage.memory)
     path = cost.of_path(wire.path(source.peer).name, device)
     usual = cost.WIRES[path]
     byte_s = max(together - round_s, 0.1 * together) / length
-    descriptor_s = max(apart - few, 0.1 * apart) / (_CRUMBS - _FEW)
-    return Wire(round_s, descriptor_s, byte_s, usual.answer_s, max(few - _FEW * descriptor_s, round_s)), path
+    descriptor_s = max(apart - few, 0.1 * apart) / (_CRUMBS - cost.FEW)
+    return Wire(round_s, descriptor_s, byte_s, usual.answer_s, max(0.0, few - cost.FEW * descriptor_s - round_s)), path
 
 
 def _crumbs(wire: Transport, source: Source, staging: Staging, slot: int) -> Prepared:
@@ -124,11 +131,12 @@ def _timed(
     kept: list[Read],
     clock: Callable[[], float],
     deadline: float,
+    rest: float,
 ) -> float:
     began = clock()
     read = wire.read(prepared, tiles)
     while (state := wire.poll(read)) is State.RUNNING and clock() < deadline:
-        time.sleep(_REST_S)
+        time.sleep(rest)
     took = clock() - began
     if not wire.release(read):
         kept.append(read)
