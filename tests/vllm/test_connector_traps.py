@@ -12,18 +12,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from byte_crossing import HOLE
-from engine import Setup, as_rank, workers
+from engine import Setup, as_rank, engine_args, workers
 from served import Engine, engines, load, loaded, side, sides
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole, supports_hma
+from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -351,6 +353,47 @@ class TestRefusedReferences:
                 assert sys.getswitchinterval() == pytest.approx(0.002)
         finally:
             sys.setswitchinterval(usual)
+
+    @pytest.mark.parametrize(
+        ("device", "options", "eager", "newer", "later", "ready"),
+        [
+            ("cuda", {}, True, True, "warn", True),
+            ("cuda", {}, True, True, "error", False),
+            ("cuda", {}, True, False, "warn", False),
+            ("cuda", {"warm_up": False}, True, True, "warn", False),
+            ("cpu", {}, True, True, "warn", False),
+            ("cuda", {}, False, True, "warn", True),
+        ],
+    )
+    def test_kernels_of_an_eager_engine_on_a_gpu_are_made_ready_at_its_start_unless_it_is_told_not_to(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        device: str,
+        options: dict[str, Any],
+        eager: bool,
+        newer: bool,
+        later: str,
+        ready: bool,
+    ) -> None:
+        """vLLM has switched it off for eager engines by then, and looks at it once their caches are there."""
+        with engine_args(Setup("llama", engine="D", options=tuple(options.items()))) as args:
+            config = EngineArgs(**{**args, "enforce_eager": eager, "jit_monitor_mode": later}).create_engine_config()
+        assert config.kernel_config.enable_jit_warmup is not eager
+        seen: list[bool] = []
+        stand_ins = {
+            "current_platform": SimpleNamespace(device_type=device),
+            "refuse_unserved": lambda *_: None,
+            "WorkerHalf": lambda config, *_: seen.append(config.kernel_config.enable_jit_warmup),
+        }
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(f"kvferry.engines.vllm.connector.{name}", stand_in)
+        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", newer)
+        usual = sys.getswitchinterval()
+        try:
+            KVFerryConnector(config, KVConnectorRole.WORKER, SimpleNamespace(kv_cache_groups=[]))
+        finally:
+            sys.setswitchinterval(usual)
+        assert seen == [ready]
 
     def test_an_engine_that_only_consumes_answers_who_checks_it_where_it_is_given_a_port(self) -> None:
         """It still prefills for nobody; and both engines say what they are, and show their beacons."""

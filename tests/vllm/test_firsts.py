@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from served import Engine, engines, side, sides
+from vllm.config import CUDAGraphMode
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm import firsts
 from kvferry.engines.vllm.cargo import Orders
-from kvferry.engines.vllm.firsts import EMPTY_S, PATIENCE, WAIT, Firsts, may_hold
+from kvferry.engines.vllm.firsts import EMPTY_S, PATIENCE, WAIT, Firsts, launches_one_by_one, may_hold
 from kvferry.engines.vllm.haste import Haste, looks_ahead
 from kvferry.session import Lease
 
@@ -28,9 +29,9 @@ SLOW = QUICK * 1.01
 class Steps:
     """Steps of an engine with two batches in flight."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_by_one: bool = False) -> None:
         self.now = 100.0
-        self.firsts = Firsts(lambda: self.now)
+        self.firsts = Firsts(lambda: self.now, one_by_one)
 
     def step(self, *requests: Any, idle: bool = False, launch_s: float = LAUNCH_S, wait_s: float = QUICK) -> bool:
         """Whether its requests are held in the next one."""
@@ -66,6 +67,24 @@ class TestWhen:
         found = Steps()
         assert not found.step(request())
         assert not found.firsts.holds
+
+    def test_the_first_are_held_where_kernels_are_launched_one_by_one_until_that_is_seen_to_be_no_good(self) -> None:
+        found = Steps(one_by_one=True)
+        found.hold(wait_s=1.0)
+        found.step()
+        found.hold(wait_s=1.0)
+        assert not found.step(request())
+
+    def test_what_was_seen_counts_for_more_than_how_kernels_are_launched(self) -> None:
+        found = Steps(one_by_one=True)
+        for _ in range(5):
+            found.step(wait_s=SLOW)
+        assert not found.step(request())
+
+    @pytest.mark.parametrize(("mode", "found"), [("NONE", True), ("FULL_DECODE_ONLY", False), ("FULL_AND_PIECEWISE", False)])
+    def test_kernels_are_launched_one_by_one_without_graphs(self, mode: str, found: bool) -> None:
+        config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]))
+        assert launches_one_by_one(config) is found
 
     @pytest.mark.parametrize(("wait_s", "held"), [(0.0, True), (QUICK * 0.99, True), (SLOW, False), (1.0, False)])
     def test_it_is_tried_where_results_are_not_waited_for_after_a_next_step(self, wait_s: float, held: bool) -> None:

@@ -23,6 +23,7 @@ from kvferry.engines.vllm.refusals import refuse_unserved
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.tables import only_states_lag
+from kvferry.engines.vllm.warming import warm_up
 from kvferry.engines.vllm.worker import WorkerHalf
 from kvferry.errors import SessionError
 
@@ -44,6 +45,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, options)
         else:
+            if options.warm_up and device == "cuda":
+                warm_up(vllm_config)
             self._worker = WorkerHalf(vllm_config, kv_cache_config, options)
 
     @property

@@ -6,7 +6,8 @@ been launched, and waits for the launch of the next. There a step in which loade
 followed by one that computes nothing: vLLM looks at those tokens at once, and all requests go on in the step after.
 
 Whether a step takes longer to compute than to launch shows when it is followed so: how long its results are then waited for.
-That is tried where they have not been waited for after the launch of a next step either.
+That is tried where they have not been waited for after the launch of a next step either, and at first where kernels are known
+to be launched one by one.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def may_hold(config: Any) -> bool:
     return bool(ahead and keeps and alone)
 
 
+def launches_one_by_one(config: Any) -> bool:
+    """Whether every kernel of a step is launched by itself, not as a part of a graph."""
+    return bool(config.compilation_config.cudagraph_mode.name == "NONE")
+
+
 class _Step(Enum):
     """FIRST: some requests compute their first token. NEXT: none does. HELD: nothing is computed, for the sake of first tokens.
     IDLE: there is nothing to compute."""
@@ -49,10 +55,10 @@ class _Step(Enum):
 
 class Firsts:
     """Called on the engine's thread when a step is put together, is launched, has been launched, and when results have been
-    looked at."""
+    looked at. `one_by_one`: so are the kernels of a step launched."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, one_by_one: bool = False) -> None:
+        self._clock, self._one_by_one = clock, one_by_one
         self._launches: deque[float] = deque(maxlen=_REMEMBERED)
         self._waits: deque[float] = deque(maxlen=_REMEMBERED)
         self._held_waits: deque[float] = deque(maxlen=_REMEMBERED)
@@ -77,7 +83,7 @@ class Firsts:
 
     def _is_worth_it(self) -> bool:
         if not self._held_waits:
-            return bool(self._waits) and median(self._waits) <= 0
+            return median(self._waits) <= 0 if self._waits else self._one_by_one
         if median(self._held_waits) <= 0:
             return True
         self._refused += 1

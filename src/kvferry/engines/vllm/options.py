@@ -54,6 +54,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     for it in all. `slot_s`: how long a consumer may leave what was gathered for it. `map_rings`: whether staging is mapped
     by consumers of this machine, and theirs here. `copy_programs`: how many programs of a GPU's kernel copy at a time.
     `switch_s`: how long a thread of the engine's process keeps Python's lock while others want it, at most; None: by SWITCH_S.
+    `warm_up`: whether an eager engine's kernels are made ready on a GPU when it starts, rather than by its first request.
     `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's names; empty: what suits transfers best.
     `progress_thread`, `posting_threads`, `sync`, `window`, `backend`, `backend_parameters`, `ucx`: see
     `kvferry.transport.NixlOptions`.
@@ -75,6 +76,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     map_rings: bool = True
     copy_programs: Annotated[int, Meta(ge=2, le=1024)] = 128
     switch_s: Annotated[float, Meta(ge=1e-6, le=1)] | None = None
+    warm_up: bool = True
     cache_layout: Literal["", "LBHNC", "BLHNC", "BHLNC"] = ""
     progress_thread: bool | Literal["slow"] | None = None
     posting_threads: Annotated[int, Meta(ge=0, le=64)] | None = None

@@ -26,7 +26,7 @@ import msgspec
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.decodes import Decode, References, Stage
 from kvferry.engines.vllm.drafters import without_other_drafters
-from kvferry.engines.vllm.firsts import Firsts, may_hold
+from kvferry.engines.vllm.firsts import Firsts, launches_one_by_one, may_hold
 from kvferry.engines.vllm.haste import Haste, grace_s, looks_ahead, may_hurry, may_pledge
 from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.introducing import introduce
@@ -123,7 +123,7 @@ class SchedulerHalf:
         self._may_pledge = self._grace_s > 0 and may_pledge(config, kv_cache_config)
         self._haste = Haste(self.can_undo, ahead=self._ahead)
         self._firsts = Firsts()
-        self._may_hold = may_hold(config)
+        self._may_hold, self._one_by_one = may_hold(config), launches_one_by_one(config)
         self._stats = FerryStats()
         origin = Origin(self._address, self._engine, self._incarnation, self._secret)
         self._prefills = Prefills(origin, self._producer, self._groups, self._stats, self._digest, options.lease_s / 3)
@@ -147,6 +147,7 @@ class SchedulerHalf:
         if rank is not None and self._may_pledge:
             self._haste = Haste(True, ahead=self._ahead)
         if rank is not None and self._may_hold:
+            self._firsts = Firsts(one_by_one=self._one_by_one)
             rank.attend(self._firsts)
         if self._listener is not None:
             welcome = Welcome(
