@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -201,6 +201,7 @@ _FLOATS: Final = ("float32", "float16", "bfloat16")
 CPU_SUBJECTS: Final = (
     Subject("CPU_ATTN", _FLOATS, _VEC, _write_kv, "vec", ("LBHNC",)),
     Subject("CPU_ATTN", _FLOATS, _VEC16, _write_kv, "vec16", ("LBHNC",)),
+    Subject("CPU_ATTN", ("float32", "float16"), _VEC, _write_kv, "neon", ("LBHNC",)),
     Subject("CPU_ATTN", ("bfloat16",), _AMX, _write_kv, "amx", ("LBHNC",)),
     Subject("CPU_MLA", ("float32", "bfloat16"), _of_pages(16, 32, 128), _write_latent, layouts=("LBNHC", "LBHNC"), latent=True),
     Subject("AMX_MLA", ("bfloat16",), _of_pages(32, 96), _write_latent, layouts=("LBNHC", "LBHNC"), latent=True),
@@ -215,8 +216,14 @@ def subjects() -> tuple[Subject, ...]:
         return CUDA_SUBJECTS
     if not current_platform.is_cpu():
         raise OpError(f"nothing is known of the cache-write ops of {current_platform.device_name}")
-    amx = torch.cpu._is_amx_tile_supported()
-    return tuple(one for one in CPU_SUBJECTS if amx or (one.isa != "amx" and one.backend != "AMX_MLA"))
+    without = {"vec"} if _on_arm() else {"neon"}
+    if not torch.cpu._is_amx_tile_supported():
+        without |= {"amx", "AMX_MLA"}
+    return tuple(one for one in CPU_SUBJECTS if not {one.isa, one.backend} & without)
+
+
+def _on_arm() -> bool:
+    return bool(current_platform.get_cpu_architecture() is CpuArchEnum.ARM)
 
 
 @dataclass(frozen=True)
@@ -478,4 +485,6 @@ def certify(
 
 
 def _device_name(where: Any) -> str:
-    return str(torch.cuda.get_device_name(where)) if where.type == "cuda" else "x86-64 CPU"
+    if where.type == "cuda":
+        return str(torch.cuda.get_device_name(where))
+    return "AArch64 CPU" if _on_arm() else "x86-64 CPU"

@@ -126,6 +126,7 @@ _BY_TOKEN_AND_HEAD: Final = frozenset({"int8_per_token_head", "fp8_per_token_hea
 CERTIFICATES: Final = (
     Certificate("CPU_ATTN", "vec", _FLOATS, 32, 64, _transposed_k),
     Certificate("CPU_ATTN", "vec16", _FLOATS, 16, 32, _transposed_k),
+    Certificate("CPU_ATTN", "neon", frozenset({"float32", "float16"}), 32, 64, _transposed_k),
     Certificate("CPU_ATTN", "amx", frozenset({"bfloat16"}), 32, 64, _amx_tiles),
     Certificate("CPU_MLA", "", frozenset({"float32", "bfloat16"}), 16, 64, _latent),
     Certificate("AMX_MLA", "", frozenset({"bfloat16"}), 32, 64, _latent),
