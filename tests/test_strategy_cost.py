@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from math import lcm
 from typing import Any
@@ -271,18 +272,21 @@ def test_what_the_first_descriptors_cost_beyond_the_others_is_found_out(monkeypa
     assert (found.round_s, found.descriptor_s, found.begin_s) == pytest.approx((1e-4, 2e-6, 3e-4))
 
 
-def test_a_path_is_asked_after_without_rest_where_cores_are_not_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, rest in ((2, probing._REST_S), (16, 0.0)):
-        rested: list[float] = []
-        monkeypatch.setattr(probing.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        monkeypatch.setattr(probing, "_timed", lambda *found, rested=rested: rested.append(found[-1]) or 1e-4)
-        harbour = Harbour()
-        source, target = (
-            Scattered(InProcessTransport(name, harbour), host_staging(1 << 23), HostMover(), Settings(("packed",)))
-            for name in "pd"
-        )
-        target.rates(target.connect(source.metadata()))
-        assert set(rested) == {rest}
+@pytest.mark.parametrize(("cores", "memory", "rests"), [(3, "vram", True), (4, "vram", False), (4, "dram", True)])
+def test_a_device_is_asked_after_without_rest_where_cores_are_not_few(
+    monkeypatch: pytest.MonkeyPatch, cores: int, memory: Any, rests: bool
+) -> None:
+    rested: set[float] = set()
+    monkeypatch.setattr(probing.os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(probing, "_timed", lambda *found: rested.add(found[-1]) or 1e-4)
+    harbour = Harbour()
+    source, target = (
+        Scattered(InProcessTransport(name, harbour), host_staging(1 << 23), HostMover(), Settings(("packed",))) for name in "pd"
+    )
+    told = target._staging
+    monkeypatch.setattr(target, "_staging", dataclasses.replace(told, storage=dataclasses.replace(told.storage, memory=memory)))
+    target.rates(target.connect(source.metadata()))
+    assert {found > 0 for found in rested} == {rests}
 
 
 def test_pieces_overlap_and_a_small_ring_is_waited_for() -> None:

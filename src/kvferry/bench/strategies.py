@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -189,7 +188,7 @@ class _Cell:
             self.names = [end.transport.connect(e.hosted if way == "packed (host)" else e.transport) for e in entries]
             self.prepared[way] = [end.transport.prepare(self.plan, i, name) for i, name in enumerate(self.names)]
         self.bytes = 0
-        self.rest_s = rest_s(len(os.sched_getaffinity(0)))
+        self.rest_s = rest_s()
 
     def measure(self, repeats: int, limit_s: float) -> Cell:
         runs = self.binder.runs(self.case.request)

@@ -32,7 +32,7 @@ WAYS: Final[tuple[Way, ...]] = ("direct", "mapped", "packed", "staged")
 
 class Wire(Struct, frozen=True):
     """A path: seconds of a word there and back, of every descriptor, of every byte; and until a producer has begun what it was
-    asked for. `begin_s`: what the first `FEW` descriptors of a read take beyond that, all of them together."""
+    asked for. `begin_s`: what the first `FEW` descriptors of a read take beyond `descriptor_s` each, all of them together."""
 
     round_s: float
     descriptor_s: float
@@ -65,21 +65,21 @@ class Rates(Struct, frozen=True):
 
 
 FEW: Final = 64
-"""Descriptors of a read that may cost more than those that follow: over CUDA IPC they do, each by nearly 10 µs."""
+"""Descriptors of a read that may cost more than those that follow: over CUDA IPC they do, each by 5 to 8 µs."""
 HOST: Final = Copying(20e-6, 8e-9, 1 / 1.8e9)
 DEVICE: Final = Copying(30e-6, 0.02e-9, 1 / 1.2e12, beside=True)
 WIRES: Final[Mapping[str, Wire]] = {
-    "same GPU": Wire(60e-6, 3e-6, 1 / 1.1e12, 0.6e-3, 0.6e-3),
-    "NVLink": Wire(60e-6, 3e-6, 1 / 350e9, 0.6e-3, 0.6e-3),
-    "PCIe": Wire(60e-6, 3e-6, 1 / 45e9, 0.6e-3, 0.6e-3),
+    "same GPU": Wire(60e-6, 3e-6, 1 / 1.1e12, 0.6e-3, 0.5e-3),
+    "NVLink": Wire(60e-6, 3e-6, 1 / 350e9, 0.6e-3, 0.5e-3),
+    "PCIe": Wire(60e-6, 3e-6, 1 / 45e9, 0.6e-3, 0.5e-3),
     "NIC": Wire(30e-6, 0.4e-6, 1 / 45e9, 1.5e-3),
     "shared memory": Wire(20e-6, 0.7e-6, 1 / 6e9, 1e-3),
     "TCP": Wire(1e-3, 4e-6, 1 / 1.1e9, 2.5e-3),
 }
-"""What a path usually costs, where nothing was measured. An answer is never measured: over shared memory, TCP and a NIC it is
-what the producer's thread, which looks every 1.5 ms, and the consumer's, every 0.3 ms, wait for on average; beside a device it
-is what it took between two processes on one H200; in engines the first after a quiet while takes three times as long. NVLink,
-PCIe and NIC are what vendors and others report: nobody has measured them here."""
+"""What a path usually costs, where nothing was measured. An answer is never measured: the producer's thread looks every 1.5 ms
+and the consumer's every 0.3 ms, half of which is waited for on average, and a network adds its own; beside a device it is
+what it took between two processes on one H200, and in engines the first after a quiet while takes three times as long.
+NVLink, PCIe and NIC are what vendors and others report: nobody has measured them here."""
 
 
 WORTH: Final = 1.1

@@ -36,20 +36,23 @@ _REST_S: Final = 0.00005
 _FEW_CORES: Final = 4
 
 
-def rest_s(cores: int) -> float:
-    """Between two looks at a read, where cores are few and the producer may need this one. Else it is asked after without rest:
-    a machine may rest for many times as long as it was asked to, and UCX looks at a few descriptors of CUDA IPC at a time."""
-    return _REST_S if cores < _FEW_CORES else 0.0
+def rest_s() -> float:
+    """Between two looks at a read that is timed: where cores are few the producer may need this one. Else it is asked after
+    without, since a machine may rest for many times as long as it was asked to, and UCX looks at a few descriptors of CUDA IPC
+    at a time."""
+    return _REST_S if len(os.sched_getaffinity(0)) < _FEW_CORES else 0.0
 
 
 def probed(
     wire: Transport, source: Source, staging: Staging, slot: int, kept: list[Read], clock: Callable[[], float]
 ) -> tuple[Wire, str]:
     """The path's numbers and its name; raises TransportError where they cannot be had soon, or would mean nothing. Bytes land
-    in a slot, which is the caller's again unless there are reads in `kept`."""
+    in a slot, which is the caller's again unless there are reads in `kept`. Some 15 ms of looking without rest are spent on
+    device memory alone, where a rest would be most of what is measured."""
     started = clock()
     deadline = started + LIMIT_S
-    rest = rest_s(len(os.sched_getaffinity(0)))
+    device = "vram" in (source.offer.memory, staging.storage.memory)
+    rest = rest_s() if device else _REST_S
 
     def seconds(prepared: Prepared, tiles: Mapping[tuple[int, int], Tiles], times: int = _TIMES) -> float:
         return min(_timed(wire, prepared, tiles, kept, clock, deadline, rest) for _ in range(times))
@@ -68,7 +71,6 @@ def probed(
         together = seconds(source.ring, pages(source.offer, 0, staging.slot, slot, length))
     crumbs = _crumbs(wire, source, staging, slot)
     few, apart = seconds(crumbs, _every_other(cost.FEW)), seconds(crumbs, _every_other(_CRUMBS))
-    device = "vram" in (source.offer.memory, staging.storage.memory)
     path = cost.of_path(wire.path(source.peer).name, device)
     usual = cost.WIRES[path]
     byte_s = max(together - round_s, 0.1 * together) / length
