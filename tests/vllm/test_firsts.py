@@ -75,6 +75,23 @@ class TestWhen:
         found.hold(wait_s=1.0)
         assert not found.step(request())
 
+    @pytest.mark.parametrize("early", [True, False])
+    def test_they_are_not_held_for_long_where_nothing_is_seen_of_what_that_takes(self, early: bool) -> None:
+        """As where every step has a first token, or every launch needs the results of the step before."""
+        found = Steps(one_by_one=True)
+        held = 0
+        for _ in range(100):
+            found.firsts.begin(False, [request()])
+            if found.firsts.will_hold:
+                held += 1
+                found.firsts.launch()
+                found.firsts.launched()
+                found.firsts.looked()
+                found.firsts.begin(True)
+            for part in (found.firsts.looked, found.firsts.launched) if early else (found.firsts.launched, found.firsts.looked):
+                part()
+        assert 0 < held < 20
+
     def test_what_was_seen_counts_for_more_than_how_kernels_are_launched(self) -> None:
         found = Steps(one_by_one=True)
         for _ in range(5):
@@ -243,6 +260,24 @@ class TestWithVllm:
             assert here.moved[0]["moved"] == here.moved[0]["predicted"] > 0
             there.step_until(lambda: not there.scheduler.requests)
             assert (there.held, here.held) == (0, 0)
+
+    @pytest.mark.parametrize("alone", [True, False])
+    def test_the_very_first_is_looked_at_so_where_kernels_are_launched_one_by_one(
+        self, monkeypatch: pytest.MonkeyPatch, alone: bool
+    ) -> None:
+        if not alone:
+            monkeypatch.setattr("kvferry.engines.vllm.scheduler.launches_one_by_one", lambda _: False)
+        with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
+            here.scheduler.use_v2_model_runner = True
+            arrive(there, here, "r", 2)
+            flying = here.begin()
+            while not flying[0].num_scheduled_tokens:
+                following = here.begin()
+                here.end(*flying)
+                flying = following
+            assert here.connector.scheduler._firsts.will_hold is alone
+            here.end(*flying)
+            here.step_until(lambda: not here.scheduler.requests)
 
     @pytest.mark.parametrize("decoding", [True, False])
     def test_who_decodes_beside_is_held_too_but_beside_a_prompt_nobody(self, decoding: bool) -> None:

@@ -27,6 +27,8 @@ EMPTY_S: Final = 0.001
 PATIENCE: Final = 64
 """After so many steps with first tokens it is tried again: what an engine computes changes."""
 _REMEMBERED: Final = 8
+_GUESSES: Final = 8
+"""So often it is tried because of how kernels are launched, where nothing has been seen of what that takes."""
 _NEVER: Final = 1 << 62
 
 
@@ -62,7 +64,7 @@ class Firsts:
         self._launches: deque[float] = deque(maxlen=_REMEMBERED)
         self._waits: deque[float] = deque(maxlen=_REMEMBERED)
         self._held_waits: deque[float] = deque(maxlen=_REMEMBERED)
-        self._refused = 0
+        self._refused = self._guesses = 0
         self._last = self._step = _Step.IDLE
         self._began = 0.0
         self._launched: float | None = None
@@ -83,7 +85,7 @@ class Firsts:
 
     def _is_worth_it(self) -> bool:
         if not self._held_waits:
-            return median(self._waits) <= 0 if self._waits else self._one_by_one
+            return median(self._waits) <= 0 if self._waits else self._one_by_one and self._guesses < _GUESSES
         if median(self._held_waits) <= 0:
             return True
         self._refused += 1
@@ -105,6 +107,8 @@ class Firsts:
     def launch(self) -> None:
         """vLLM has said of the requests of this step when they may be computed again, and is told otherwise."""
         chosen, self._chosen = self._chosen, ()
+        if chosen and not self._waits and not self._held_waits:
+            self._guesses += 1
         for request in chosen:
             self._held.append((request, request.next_decode_eligible_step))
             request.next_decode_eligible_step = _NEVER
