@@ -13,12 +13,13 @@ import torch
 from byte_crossing import cross, pair
 from engine import Setup, start, workers
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
+from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.engines.vllm import certify_states, layouts
-from kvferry.engines.vllm.certify import CPU_SUBJECTS, CUDA_SUBJECTS, LAYOUTS, Subject, certify, subjects
+from kvferry.engines.vllm.certify import CPU_SUBJECTS, CUDA_SUBJECTS, LAYOUTS, OpError, Subject, certify, subjects
 from kvferry.engines.vllm.certify_states import StateError, watch_state
 from kvferry.engines.vllm.certify_states import certify_states as watch_states
 from kvferry.engines.vllm.evidence import Evidence, recorded
@@ -221,6 +222,20 @@ def test_backends_that_keep_tokens_outside_of_heads_take_no_other_layout() -> No
     for name in ("FLEX_ATTENTION", "HPC_ATTN"):
         backend = AttentionBackendEnum[name].get_class()
         assert get_supported_kv_cache_layouts([backend]) == [KVCacheLayout.LBNHC]
+
+
+def test_of_a_cpu_of_another_kind_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: CpuArchEnum.RISCV)
+    with pytest.raises(OpError, match="RISCV"):
+        subjects.__wrapped__()
+
+
+@pytest.mark.parametrize(("kind", "own", "other"), [(CpuArchEnum.X86, "vec", "neon"), (CpuArchEnum.ARM, "neon", "vec")])
+def test_a_cpu_has_no_instructions_of_another_kind(monkeypatch: pytest.MonkeyPatch, kind: Any, own: str, other: str) -> None:
+    monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: kind)
+    found = {subject.isa for subject in subjects.__wrapped__()}
+    assert own in found
+    assert other not in found
 
 
 def test_subjects_are_of_this_machine() -> None:

@@ -208,6 +208,10 @@ CPU_SUBJECTS: Final = (
 )
 
 
+_CPUS: Final = {CpuArchEnum.X86: ("x86-64 CPU", {"neon"}), CpuArchEnum.ARM: ("AArch64 CPU", {"vec"})}
+"""What CPUs are called, and the instruction sets of others."""
+
+
 @lru_cache(maxsize=1)
 def subjects() -> tuple[Subject, ...]:
     """What can be watched on this machine."""
@@ -216,14 +220,17 @@ def subjects() -> tuple[Subject, ...]:
         return CUDA_SUBJECTS
     if not current_platform.is_cpu():
         raise OpError(f"nothing is known of the cache-write ops of {current_platform.device_name}")
-    without = {"vec"} if _on_arm() else {"neon"}
+    _, without = _cpu()
     if not torch.cpu._is_amx_tile_supported():
-        without |= {"amx", "AMX_MLA"}
+        without = without | {"amx", "AMX_MLA"}
     return tuple(one for one in CPU_SUBJECTS if not {one.isa, one.backend} & without)
 
 
-def _on_arm() -> bool:
-    return bool(current_platform.get_cpu_architecture() is CpuArchEnum.ARM)
+def _cpu() -> tuple[str, set[str]]:
+    found = current_platform.get_cpu_architecture()
+    if found not in _CPUS:
+        raise OpError(f"nothing is known of the cache-write ops of vLLM on a CPU of the kind {found.name}")
+    return _CPUS[found]
 
 
 @dataclass(frozen=True)
@@ -487,4 +494,4 @@ def certify(
 def _device_name(where: Any) -> str:
     if where.type == "cuda":
         return str(torch.cuda.get_device_name(where))
-    return "AArch64 CPU" if _on_arm() else "x86-64 CPU"
+    return _cpu()[0]
