@@ -384,6 +384,16 @@ def test_strategies_are_shown_kept_and_drawn(nixl, tmp_path):
     assert len(rectangles) == 1 + 3 * len(strategies.HOST_WAYS) + 1
 
 
+KEPT = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*/strategies/*.json"))
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.stem)
+def test_strategies_that_were_measured_and_kept_can_be_shown(kept):
+    shown = CliRunner().invoke(app, ["bench", "strategies", "--add", str(kept)])
+    assert shown.exit_code == 0, shown.output
+    assert "the choice is within" in shown.output
+
+
 def test_what_paths_cost_is_measured_and_plans_are_judged_by_it(nixl, tmp_path):
     done = kvferry("bench", "calibrate", "--staging-bytes", "4194304", "--json")
     assert done.returncode == 0, done.stderr
