@@ -174,7 +174,7 @@ def test_control_the_wrong_conv_layout_is_refused() -> None:
         replace(worker, setup=replace(worker.setup, conv="SD")).manifest("D")
 
 
-def _uncertified(setup: Setup, isa: str = "neon") -> Setup:
+def _uncertified(setup: Setup, isa: str = "rvv") -> Setup:
     """An engine on an instruction set that is not certified."""
     return replace(setup, declared_isa=isa)
 
@@ -197,7 +197,7 @@ def test_an_uncertified_layout_is_not_cut_along_tokens() -> None:
 def test_two_uncertified_layouts_do_not_meet() -> None:
     with pytest.raises(
         MismatchError,
-        match=r"opaque cells 'vllm .* neon .*' of \d+ bytes there, opaque cells 'vllm .* vxe .*' of \d+ bytes here",
+        match=r"opaque cells 'vllm .* rvv .*' of \d+ bytes there, opaque cells 'vllm .* vxe .*' of \d+ bytes here",
     ):
         pair(_uncertified(Setup("llama")), _uncertified(Setup("llama"), "vxe"))
 
