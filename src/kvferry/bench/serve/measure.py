@@ -264,12 +264,12 @@ class Measuring:
                     continue
                 names = [asking.name(PREFILL, SHUFFLED, tokens, turn, i) for i in range(many)]
                 row.requests += names
-                loads = await self._prefilled(names, read, 2)
+                loads = await self._prefilled(names, read, 1)
                 seconds, found = await self._prefills_beside(f"read-{tokens}-{turn}", loads, alone / many)
                 _add(row, "read", prefilled / seconds)
                 row.samples.setdefault("ttft", []).extend(_ms(it.first) for it in found)
                 if settings.prefix_caching:
-                    hits = [(f"{name}-hit", body(prompt, 2, stream=True)) for name, prompt in zip(names, read, strict=True)]
+                    hits = [(f"{name}-hit", body(prompt, 1, stream=True)) for name, prompt in zip(names, read, strict=True)]
                     seconds, _ = await self._prefills_beside(f"hits-{tokens}-{turn}", hits, alone / many)
                     _add(row, "hits", prefilled / seconds)
 
