@@ -645,6 +645,23 @@ class TestSiblings:
             assert (here.held, there.held) == (0, 0)
             assert not there.connector.scheduler._prefills._siblings._families
 
+    @pytest.mark.parametrize("when", ["at once", "while the producer is met", "after it was asked"])
+    def test_one_that_is_aborted_gives_its_own_lease_back(self, when: str) -> None:
+        with engines(*sides("llama", {}, {})) as (there, here):
+            params = self.prefilled(there)
+            for name, prompt in zip(self.NAMES, self.PROMPTS, strict=True):
+                here.scheduler.add_request(here.request(name, prompt, dict(params)))
+            last = here.connector.scheduler._decodes[self.NAMES[-1]]
+            if when != "at once":
+                here.step()
+            if when == "after it was asked":
+                here.step_until(lambda: last.sought is not None)
+            here.scheduler.finish_requests(list(self.NAMES), RequestStatus.FINISHED_ABORTED)
+            here.step_until(lambda: not here.scheduler.requests)
+            there.step_until(lambda: not there.scheduler.requests)
+            assert there.counted["released"] == 3
+            assert (here.held, there.held) == (0, 0)
+
     def test_all_may_ask_at_once(self) -> None:
         with engines(*sides("llama", {}, {})) as (there, here):
             params = self.prefilled(there)

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from engine import Setup, build
 from served import Arrival, Engine, engines, load, side, sides
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -178,6 +179,81 @@ class TestInAStep:
             here.idle()
             assert [here.outputs[name].finish_reason for name in ("r", "shares")] == [FinishReason.ERROR] * 2
             assert here.held == 0
+
+    @pytest.mark.parametrize("ending", ["fails", "aborted"])
+    @pytest.mark.parametrize("ahead", [False, True])
+    def test_what_others_computed_behind_a_lost_load_is_not_found_later(self, ahead: bool, ending: str) -> None:
+        with engines(*sides("llama", side(), side(prefix_caching=True, ahead=ahead))) as (there, here):
+            acquainted(there, here)
+            tokens = prompt(3, 97)
+            longer = [*tokens[:96], *prompt(5, 65)]
+            params = prefilled(there, "r", tokens)
+            killed(there, params)
+            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
+            here.scheduler.add_request(here.request("shares", longer, None, max_tokens=4))
+            first = here.begin()
+            assert first[0].num_scheduled_tokens == {"r": 1, "shares": 65}
+            if ending == "aborted":
+                here.scheduler.finish_requests("shares", RequestStatus.FINISHED_ABORTED)
+            here.end(*first)
+            here.idle()
+            assert here.outputs["r"].finish_reason is FinishReason.ERROR
+            here.scheduler.add_request(here.request("r again", tokens, None, max_tokens=1))
+            here.step_until(lambda: "r again" in here.outputs)
+            again = here.request("shares again", longer, None)
+            assert here.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 96
+
+    def test_what_the_next_step_computes_of_a_lost_load_that_was_aborted_is_not_found_later(self) -> None:
+        with engines(*sides("llama", side(), side(prefix_caching=True, ahead=True, budget=64))) as (there, here):
+            acquainted(there, here)
+            tokens = prompt(3, 230)
+            params = prefilled(there, "r", tokens[:97])
+            killed(there, params)
+            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
+            first, second = here.begin(), here.begin()
+            assert [out.num_scheduled_tokens for out, _ in (first, second)] == [{"r": 64}, {"r": 64}]
+            here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+            here.end(*first)
+            here.end(*second)
+            here.idle()
+            here.scheduler.add_request(here.request("same beginning", tokens[:170], None, max_tokens=1))
+            here.step_until(lambda: "same beginning" in here.outputs)
+            again = here.request("again", tokens, None)
+            assert here.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 160
+
+    def test_steps_are_in_doubt_only_until_their_loads_are_known_to_be_right(self) -> None:
+        with engines(*sides("llama", side(), side(prefix_caching=True, ahead=True))) as (there, here):
+            acquainted(there, here)
+            doubts = here.connector.scheduler._doubts
+            pending: list[Any] = []
+            seen = []
+            for turn in range(8):
+                tokens = prompt(20 + turn)
+                params = prefilled(there, f"r{turn}", tokens)
+                here.scheduler.add_request(here.request(f"r{turn}", tokens, params, max_tokens=4))
+                pending.append(here.begin())
+                if len(pending) > 1:
+                    here.end(*pending.pop(0))
+                seen.append(len(doubts._steps))
+            here.end(*pending.pop())
+            here.idle()
+            assert 0 < max(seen) <= 2
+            assert here.counted["in_step"] > 2
+            assert not doubts._steps
+
+    def test_beside_other_connectors_none_is_made_in_its_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
+        with engines(*sides("llama", side(), side(prefix_caching=True))) as (there, here):
+            assert not here.connector.scheduler.can_undo
+            acquainted(there, here)
+            tokens = prompt(3)
+            params = prefilled(there, "r", tokens)
+            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
+            here.step()
+            assert here.scheduled["r"] == 0
+            here.step_until(lambda: "r" in here.outputs)
+            assert here.counted["loaded"] == 2
+            assert not here.counted["in_step"]
 
     def test_a_request_that_shares_only_what_was_there_before_goes_on(self) -> None:
         with engines(*sides("llama", side(), side(prefix_caching=True))) as (there, here):

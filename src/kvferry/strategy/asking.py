@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -12,20 +14,26 @@ from msgspec import structs
 from kvferry.errors import TransportError
 from kvferry.plan.detour import tiles_there
 from kvferry.strategy.flights import Detoured, DetouredRead, Flight, Stage
-from kvferry.strategy.gathering import AGAIN, Ask, Asks, Free, Introduction, pack
+from kvferry.strategy.gathering import AGAIN, MOST, Ask, Asks, Free, Introduction, pack
 from kvferry.strategy.sources import Source
 from kvferry.transport.contract import State, Transport
 
+logger = logging.getLogger("kvferry.strategy")
+
 AGAIN_S: Final = 2.0
 """After so long without an answer a producer is told once more what to gather, and by which plan: it may have forgotten it."""
+_REMINDERS: Final = (MOST - AGAIN) // AGAIN
+"""So often a ticket can be asked for again."""
 _TRIES: Final = 4
 
 
 class Asking:
-    """Pieces that are to be asked for, and tickets that are free again, until producers are told of them."""
+    """Pieces that are to be asked for, and tickets that are free again, until producers are told of them. Reminders are spread
+    over `timeout_s`, how long a read may wait."""
 
-    def __init__(self, wire: Transport, clock: Callable[[], float]) -> None:
+    def __init__(self, wire: Transport, clock: Callable[[], float], timeout_s: float) -> None:
         self._wire, self._clock = wire, clock
+        self._later_s = max(AGAIN_S, timeout_s / _REMINDERS)
         self._unsaid: list[tuple[DetouredRead, Source, Ask]] = []
         self._freed: dict[Source, list[int]] = {}
 
@@ -33,7 +41,7 @@ class Asking:
         source = detoured.source
         if source is not None and detoured.digest not in source.introduced:
             self._wire.notify(source.peer, pack(Introduction(source.offer.secret, detoured.plan)))
-            source.introduced.add(detoured.digest)
+            source.introduced[detoured.digest] = self._clock()
 
     def ask(self, read: DetouredRead, flight: Flight, source: Source) -> None:
         """With others, when they are said."""
@@ -69,17 +77,19 @@ class Asking:
 
     def remind(self, read: DetouredRead, flight: Flight, source: Source) -> None:
         """Ask once more for what has not been gathered for long: a look at the board that began then has not found it. Whoever
-        looks rarely finds what is there before it asks for it under another word."""
-        if flight.ask is None or self._clock() - flight.asked_at <= AGAIN_S or flight.tries >= _TRIES:
+        looks rarely finds what is there before it asks for it under another word. A producer whose slots others hold hears so
+        that this end still waits, for as long as the read may take."""
+        now, patience_s = self._clock(), AGAIN_S if flight.ticket < AGAIN else self._later_s
+        if flight.ask is None or now - flight.asked_at <= patience_s or flight.ticket > MOST - AGAIN:
             return
         flight.after = flight.after or source.begun + 1
         if source.seen < flight.after:
             return
-        flight.tries += 1
-        flight.asked_at, flight.ticket, flight.after = self._clock(), flight.ticket + AGAIN, 0
+        flight.asked_at, flight.ticket, flight.after = now, flight.ticket + AGAIN, 0
         flight.ask = structs.replace(flight.ask, ticket=flight.ticket)
-        source.introduced.discard(read.detoured.digest)
-        self.introduce(read.detoured)
+        if now - source.introduced.get(read.detoured.digest, -inf) > AGAIN_S:
+            source.introduced.pop(read.detoured.digest, None)
+            self.introduce(read.detoured)
         self._wire.notify(source.peer, pack(flight.ask))
 
     def again(self, read: DetouredRead, flight: Flight, source: Source, reason: str) -> None:
@@ -101,7 +111,13 @@ class Asking:
             return
         freed, self._freed = self._freed, {}
         for source, tickets in freed.items():
+            self._tell(source, tickets)
+
+    def _tell(self, source: Source, tickets: Sequence[int]) -> None:
+        try:
             self.free(source, tickets)
+        except TransportError as error:
+            logger.debug("peer %s is not told what is free: %s", source.peer, error)
 
     def free(self, source: Source, tickets: Sequence[int]) -> None:
         self._wire.notify(source.peer, pack(Free(source.offer.secret, tuple(tickets))))

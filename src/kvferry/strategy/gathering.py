@@ -50,8 +50,9 @@ MARK: Final = b"kvferry packed 1\n"
 SLOT_S: Final = 10.0
 """How long a consumer may leave a slot, or its turn for one, unused."""
 MAX_RUNS: Final = 1 << 22
-MAX_PLANS: Final = 64
+MAX_PLANS: Final = 256
 MAX_QUEUED: Final = 4096
+MOST: Final = (1 << 63) - 1
 AGAIN: Final = 1 << 60
 """What a ticket grows by each time that it is asked for again: whatever was gathered under it before, no word is set twice, so
 that who finds the same one after its bytes as before has what it asked for."""
@@ -62,7 +63,7 @@ AWAKE_S: Final = 0.02
 In engines on an H200 the first ask after a quiet while took 1.7 ms to be heard, where a piece's copies take 0.2 ms."""
 
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Number = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Number = Annotated[int, Meta(ge=1, le=MOST)]
 Numbers = Annotated[bytes, Meta(max_length=1 << 26)]
 Shares = Annotated[tuple[tuple[Index, Index, Numbers, Numbers], ...], Meta(max_length=MAX_PARTS)]
 
@@ -203,9 +204,11 @@ class Gathering:
                 self._queue_up(Ask(message.secret, message.plan, ticket, shares))
 
     def _queue_up(self, ask: Ask) -> None:
-        """What is asked for again keeps its place, or what was gathered for it."""
+        """What is asked for again keeps its place, or what was gathered for it; whoever asks for what waits is alive."""
         before = self._orders.get(ask.ticket % AGAIN)
         if before is not None:
+            if not before.ready:
+                before.until = self._clock() + self._slot_s
             if ask.ticket > before.ask.ticket:
                 before.ask = msgspec.structs.replace(before.ask, ticket=ask.ticket)
                 self._set_word(before)
@@ -265,13 +268,16 @@ class Gathering:
             if slot is not None:
                 self._slots.give(slot)
             return
+        self._plans.move_to_end(order.ask.plan)
         try:
             bound = known.moves.bind(_tiles(order.ask, known), dst_shift=slot * self._staging.slot)
             order.copies, order.slot, order.size = self._mover.start(known.held, bound), slot, bound.bytes
-        except TransportError as error:
+        except Exception as error:
+            # A mover makes its copies in their order: whatever it began of this one is over before the slot's next.
             del self._orders[ticket]
             self._slots.give(slot)
-            logger.warning("what a consumer asks for cannot be gathered: %s", error)
+            expected = isinstance(error, TransportError)
+            logger.warning("what a consumer asks for cannot be gathered: %s", error, exc_info=None if expected else error)
             return
         self._see(order)
 

@@ -52,7 +52,8 @@ def piece_bytes(staged: int, most: int, cut: Cut) -> int:
 
 class Landing:
     """Pieces off `wire`; `mover` takes them out of the ring. `timeout_s`: how long a read may go without anything happening.
-    `rings`: producers' rings that are mapped here."""
+    `rings`: producers' rings that are mapped here. `peers`: how many there are to read from: of several none may take all
+    slots, which stay with one that is stopped until it goes on or dies."""
 
     def __init__(
         self,
@@ -67,13 +68,14 @@ class Landing:
         self._wire, self.staging, self._mover, self._rings = wire, staging, mover, rings
         self._timeout_s, self._clock = timeout_s, clock
         self.sources = Sources(wire, staging, boards, rings)
+        self.peers = 0
         self._slots = Slots(staging.sizes.landing)
         self._limbo: list[tuple[Read, int]] = []
         self._running: dict[DetouredRead, None] = {}
         self._flying: dict[DetouredRead, None] = {}
         self._waiting: dict[Slots, dict[DetouredRead, None]] = {}
         self._polls = 0
-        self._asking = Asking(wire, clock)
+        self._asking = Asking(wire, clock, timeout_s)
         self._moved_at = clock()
 
     @property
@@ -89,6 +91,28 @@ class Landing:
     @property
     def slots(self) -> int:
         return self._slots.count
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether something may still land in every slot that was given up."""
+        return bool(self._limbo) and self._usable <= 0
+
+    @property
+    def _usable(self) -> int:
+        return self._slots.count - len({slot for _, slot in self._limbo})
+
+    @property
+    def _share(self) -> int:
+        """Slots that are for one peer at most."""
+        return self._slots.count - (self.peers > 1 and self._slots.count > 1)
+
+    def _has_its_share(self, read: DetouredRead) -> bool:
+        """Whether its peer has all the slots to land in that are for one."""
+        if self._share == self._slots.count or self._slots_of(read) is not self._slots:
+            return False
+        ours = (it for it in self._flying if it.peer == read.peer and self._slots_of(it) is self._slots)
+        kept = {slot for left, slot in self._limbo if left.peer == read.peer}
+        return sum(len(it.flights) for it in ours) + len(kept) >= self._share
 
     def borrow(self) -> int:
         """A slot for something else; `give_back` it."""
@@ -120,7 +144,7 @@ class Landing:
 
     def berths(self, source: Source) -> int:
         """How many pieces a load may have under way."""
-        return source.berths.count if source.berths is not None else min(self._slots.count, source.offer.slots)
+        return source.berths.count if source.berths is not None else min(self._share, source.offer.slots)
 
     def leave(self, source: Source) -> None:
         """Nothing more is read of a producer, nor is it told what is free."""
@@ -200,6 +224,12 @@ class Landing:
         if read.state is State.RUNNING and self._clock() - since > self._timeout_s:
             waiting = sum(flight.stage is Stage.ASKED for flight in read.flights)
             what = f"it has not gathered {waiting} pieces that it was asked for" if waiting else "nothing arrived"
+            if not read.flights and self.is_stuck and self._slots_of(read) is self._slots:
+                others = ", ".join(sorted({kept.peer for kept, _ in self._limbo}))
+                read.fail(
+                    f"no slot to land in for {self._timeout_s:g} s: what was read of {others} may still land in all of them, "
+                    f"until it goes on or dies"
+                )
             read.fail(f"{what} for {self._timeout_s:g} s: it is stopped, overloaded or unreachable")
         self._see_off(read)
 
@@ -215,7 +245,8 @@ class Landing:
     def _advance(self, read: DetouredRead) -> None:
         """As far as it goes without waiting: nowhere, where it waits for a slot and none is free. For what was asked for the
         board is looked at once."""
-        if not read.flights and not read.pieces.over and not self._limbo and not self._slots_of(read).free:
+        waits = not read.flights and not read.pieces.over and not self._limbo
+        if waits and (not self._slots_of(read).free or self._has_its_share(read)):
             return
         looked, source = False, read.detoured.source
         while read.state is State.RUNNING:
@@ -271,8 +302,12 @@ class Landing:
             if slot is None:
                 self.tidy()
                 return
-            usable = slots.count - (len({kept for _, kept in self._limbo}) if slots is self._slots else 0)
-            several = tuple(waiting)
+            usable = self._usable if slots is self._slots else slots.count
+            full = {it.peer for it in {it.peer: it for it in waiting}.values() if self._has_its_share(it)}
+            several = tuple(it for it in waiting if it.peer not in full) if full else tuple(waiting)
+            if not several:
+                slots.give(slot)
+                return
             read = several[turn([(len(it.flights), it.left) for it in several], usable)]
             try:
                 self._begin(read, slot)

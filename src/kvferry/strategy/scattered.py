@@ -136,6 +136,7 @@ class Scattered:
         name = self._wire.connect(metadata)
         if before is None:
             self._offers[name] = Connection(found.digest, offer)
+            self.landing.peers = len(self._offers)
         return name
 
     def prepare(self, plan: Plan, source: int, peer: str) -> Prepared:
@@ -404,6 +405,7 @@ class Scattered:
                 read.fail("its process has ended" if gone else "it was forgotten here")
                 self.landing.release(read)
         connection = self._offers.pop(peer, None)
+        self.landing.peers = len(self._offers)
         if connection is not None:
             connection.gone = gone
         self._rates.pop(peer, None)

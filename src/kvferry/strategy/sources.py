@@ -34,7 +34,7 @@ logger = logging.getLogger("kvferry.strategy")
 @dataclass(eq=False)
 class Source:
     """A producer with a ring: its board as it was last read, by the `seen`th of the `begun` reads of it. `berths`: where its
-    ring is mapped, who may ask for a piece of it; as many as it has slots."""
+    ring is mapped, who may ask for a piece of it; as many as it has slots. `introduced`: plans by digest, and when."""
 
     peer: str
     offer: Offer
@@ -46,7 +46,7 @@ class Source:
     begun: int = 0
     seen: int = 0
     looking: Read | None = None
-    introduced: set[bytes] = field(default_factory=set)
+    introduced: dict[bytes, float] = field(default_factory=dict)
     dropped: bool = False
 
 

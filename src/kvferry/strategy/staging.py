@@ -37,8 +37,8 @@ BUDGET: Final = 256 << 20
 _MOST_SLOTS: Final = 512
 _WORD: Final = 8
 _NOTE: Final = _MOST_SLOTS * _WORD
-_NOTES: Final = 64
-"""Producers whose boards there is room for."""
+_NOTES: Final = 512
+"""Producers whose boards there is room for: twice as many as a session knows, since one that ended idle is known for long."""
 
 Words = npt.NDArray[np.int64]
 Memory = Literal["dram", "vram"]

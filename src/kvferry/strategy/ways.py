@@ -59,9 +59,13 @@ class ScatteredPrepared:
         return {"direct": cost.direct_s(count(tiles), self.rates)} if self.direct is not None else {}
 
     def _through_staging(self, tiles: Mapping[tuple[int, int], Tiles]) -> dict[Way, float]:
+        """Nothing goes by way of slots to land in while nobody may land there, unless there is no other way."""
         out: dict[Way, float] = {}
         slot, cut = self.landing.staging.slot, self.landing.staging.cut
+        closed = self.direct is not None and self.landing.is_stuck
         for way, found in self.detours.items():
+            if closed and (found.source is None or found.source.berths is None):
+                continue
             load = cost.through(found.detour, tiles)
             if found.source is not None:
                 piece = piece_bytes(load.staged, self.landing.room(found.source), cut)

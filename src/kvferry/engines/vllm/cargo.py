@@ -30,7 +30,10 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class RankCard(KVConnectorHandshakeMetadata):
+    """`alone`: the engine has no other connector beside this one."""
+
     card: Card
+    alone: bool = True
 
 
 @dataclass

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -90,7 +91,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> RankCard | None:
         card = self.worker.card
-        return RankCard(card) if card is not None else None
+        alone = not has_kv_transfer_group() or get_kv_transfer_group() is self
+        return RankCard(card, alone) if card is not None else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Orders are taken before the forward pass is launched: a load that is short has ended when the step's results are
@@ -161,7 +163,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if overwritten:
             scheduler_output.new_block_ids_to_zero = [block for block in zeroed if block not in overwritten] or None
         first = (request.req_id for request in scheduler_output.scheduled_new_reqs)
-        return self.scheduler.orders(scheduler_output.num_scheduled_tokens, first)
+        return self.scheduler.orders(scheduler_output, first)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM takes up what has been loaded after this, also what was not when the step ended that this is the output of."""

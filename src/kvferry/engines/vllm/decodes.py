@@ -17,7 +17,7 @@ from typing import Any
 
 from kvferry.engines.vllm.prompts import can_be_handed_over, is_told_by_tokens
 from kvferry.engines.vllm.seeking import Seeking
-from kvferry.errors import BadReferenceError, KVFerryError
+from kvferry.errors import BadReferenceError, KVFerryError, SessionError
 from kvferry.session import Courier, Meeting, Reference, from_params
 
 
@@ -107,8 +107,7 @@ class References:
         if decode.sought is None:
             met = self._courier.peer(sibling)
             if met is not None and not isinstance(met, str):
-                digests = tuple(self._digests(request, len(request.prompt_token_ids) - 1))
-                decode.sought = self._seeking.begin(sibling, digests)
+                decode.sought = self.seek(request, sibling)
             elif met is not None:
                 decode.sibling, decode.reason = None, met
             return decode.sibling is None
@@ -117,6 +116,12 @@ class References:
         decode.sibling = None
         self._take_sought(request, decode, decode.sought)
         return True
+
+    def seek(self, request: Any, sibling: Reference) -> Future[Reference | None]:
+        """Ask the producer that gave another prompt's reference for this one's."""
+        if self._seeking is None:
+            raise SessionError("kv_role is kv_producer: this engine asks nobody for a prompt")
+        return self._seeking.begin(sibling, tuple(self._digests(request, len(request.prompt_token_ids) - 1)))
 
     def _take_sought(self, request: Any, decode: Decode, sought: Future[Reference | None]) -> None:
         try:

@@ -25,6 +25,7 @@ import msgspec
 
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.decodes import Decode, References, Stage
+from kvferry.engines.vllm.doubts import Doubts
 from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.firsts import Firsts, launches_one_by_one, may_hold
 from kvferry.engines.vllm.haste import Haste, grace_s, looks_ahead, may_hurry, may_pledge
@@ -38,7 +39,7 @@ from kvferry.engines.vllm.prompts import digest_of
 from kvferry.engines.vllm.seeking import Seeking, give_back_when_found
 from kvferry.engines.vllm.siblings import family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
-from kvferry.engines.vllm.tables import spec_of, tables_of
+from kvferry.engines.vllm.tables import tables_of
 from kvferry.errors import BadReferenceError, BindError, SessionError
 from kvferry.session import (
     Card,
@@ -118,6 +119,7 @@ class SchedulerHalf:
         self._announced: set[PeerKey] = set()
         self._leaving: set[PeerKey] = set()
         self._pending = _Pending()
+        self._doubts = Doubts(self._groups)
         self.can_undo, self._ahead = may_hurry(config, kv_cache_config), looks_ahead(config)
         self._grace_s = grace_s(kv_cache_config)
         self._may_pledge = self._grace_s > 0 and may_pledge(config, kv_cache_config)
@@ -135,7 +137,8 @@ class SchedulerHalf:
     def ranks(self, cards: Mapping[tuple[int, int], RankCard]) -> None:
         """The cards of all ranks, once; from now on greetings are answered. Meets the peers of the options.
 
-        Beside other connectors the first one's cards are given to all."""
+        Beside other connectors the first one's cards are given to all; and no load is made in its step, since the others keep
+        what that step computes before it is known to be right, and this half is not told what becomes of loads that fail."""
         for found in cards.values():
             if not isinstance(found, RankCard):
                 raise SessionError(
@@ -143,6 +146,9 @@ class SchedulerHalf:
                     "KVFerryConnector first"
                 )
         self._cards = tuple(self._stamped(found.card) for _, found in sorted(cards.items()))
+        if not all(found.alone for found in cards.values()):
+            self.can_undo = self._may_pledge = False
+            self._haste = Haste(False, ahead=self._ahead)
         rank = rank_nearby(self._engine)
         if rank is not None and self._may_pledge:
             self._haste = Haste(True, ahead=self._ahead)
@@ -337,14 +343,6 @@ class SchedulerHalf:
         if not self._families[decode.family]:
             del self._families[decode.family]
 
-    def _hashed_too_soon(self, decode: Decode) -> Iterator[int]:
-        """Of a load that was lost in its step, all from where it was to be loaded on: not what was there before."""
-        if decode.reference is None:
-            return
-        start = decode.reference.tokens - decode.loaded
-        for group, blocks in zip(self._groups, decode.blocks, strict=False):
-            yield from blocks[start // spec_of(group.kv_cache_spec).block_size :]
-
     def _forget_hashes(self, blocks: Iterable[int]) -> None:
         """vLLM hashes what was loaded when it takes the request up again, at any step from here on. What was lost in its step
         it has hashed before, and forgets only where somebody runs with it: not where that was preempted or aborted."""
@@ -360,13 +358,14 @@ class SchedulerHalf:
                 out.update(table if isinstance(table, list) else (table,))
         return out
 
-    def orders(self, computed: Mapping[str, int], first: Iterable[str]) -> Orders:
-        """For a step that has been put together: so many tokens are `computed` of these requests, and for some of them it is
-        the `first` step."""
+    def orders(self, step: Any, first: Iterable[str]) -> Orders:
+        """For a step that has been put together, and for some of whose requests it is the `first` one."""
+        computed: Mapping[str, int] = step.num_scheduled_tokens
         idle = not computed
         heard = self._listener.take() if self._listener is not None else ()
         closing, opened = self._prefills.turn(heard, self._clock())
         pending, self._pending = self._pending, _Pending()
+        self._doubts.ordered(step, (load.request for load in pending.loads if load.in_step))
         self._haste.new_step(idle)
         self._firsts.begin(idle, self._with_first_tokens(computed, first))
         if self._firsts.will_hold:
@@ -434,11 +433,12 @@ class SchedulerHalf:
         failed = failed | report.failed
         loaded = tokens = in_step = 0
         for identity in received | report.ended:
+            self._doubts.over(identity)
             decode = self._decodes.get(identity)
             if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
                 continue
             if identity in failed:
-                self._forget_hashes(self._hashed_too_soon(decode))
+                self._forget_hashes(self._doubts.hashed_too_soon(decode))
                 decode.unhashable = frozenset()
                 self._unhashable.pop(identity, None)
                 if decode.reference is not None and self._courier is not None:
@@ -452,6 +452,7 @@ class SchedulerHalf:
             self._over(identity, decode, "failed" if identity in failed else "loaded")
             if abandoned:
                 self._forget(identity)
+        self._doubts.settle()
         if loaded:
             self._stats.count("loaded", loaded)
             self._stats.count("tokens", tokens)
@@ -465,21 +466,24 @@ class SchedulerHalf:
             self._haste.saw(key_of(decode.reference), decode.loaded, seconds)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> Answer:
-        self._finish_decode(request.request_id)
+        self._finish_decode(request)
         return self._prefills.finished(request, block_ids, self._clock())
 
-    def _finish_decode(self, identity: str) -> None:
-        decode = self._decodes.get(identity)
+    def _finish_decode(self, request: Any) -> None:
+        decode = self._decodes.get(identity := request.request_id)
         if decode is None:
             return
         if decode.unread is not None:
-            self._read(self._unread[identity], decode)
+            self._read(request, decode)
         if decode.stage is Stage.LOADING:
             decode.stage = Stage.ABANDONED
             return
         if decode.stage is Stage.WAITING:
-            if decode.sought is not None and decode.sibling is not None and self._courier is not None:
-                give_back_when_found(decode.sought, identity, self._courier)
+            if decode.sibling is not None and self._courier is not None:
+                if decode.sought is None and not isinstance(self._courier.peer(decode.sibling), str):
+                    decode.sought = self._references.seek(request, decode.sibling)
+                if decode.sought is not None:
+                    give_back_when_found(decode.sought, identity, self._courier)
             self._over(identity, decode, "finished before it was loaded")
         self._forget(identity)
 

@@ -1,7 +1,7 @@
 """Kernels that are ready before the first request.
 
 vLLM compiles and loads its kernels when an engine starts, by steps of made-up requests, but not where it is eager: there the
-first request does it. On an H200 that one took 7 times as long as later ones, and takes 1.3 times as long with this."""
+first request does it. On an H200 that one took 4.5 to 10 times as long as later ones, and takes 1.3 times as long with this."""
 
 from __future__ import annotations
 
