@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import oracle
 from ferrying import manifests_of
 from kvferry.errors import BindError
 from kvferry.plan import Binder, make_plans
-from kvferry.session import Lease, Load, PeerKey, Release
+from kvferry.session import Lease, Load, Meeting, PeerKey, Release
 from kvferry.session.words import WORD, board_of
 from session_dock import PATIENCE_S, Dock, case, dock
 from test_bind_whole import as_engines_have_it, said
@@ -315,3 +316,66 @@ def test_what_a_producers_tables_are_good_for_is_bound_into_any_that_are_in_orde
         bound = said(binder, request)
         event(f"bound: {not isinstance(bound, str)}")
         assert not isinstance(bound, str) or "consumer" in bound or "held already" in bound
+
+
+def another(made: Dock) -> Meeting:
+    """The same start by another address: to be met, it is to be connected to."""
+    return replace(made.meeting, peer=replace(made.peer, address="127.0.0.2:7000"))
+
+
+def test_nothing_is_pledged_while_a_producer_is_met_nor_is_it_met_by_who_asks():
+    made, _ = docked()
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    assert not ferry.meets
+    ferry.meet(another(made))
+    assert ferry.meets
+    assert pledged(made, load) is None
+    assert set(ferry._links.peers) == {made.peer}
+    ferry.step()
+    assert set(ferry._links.peers) == {made.peer, another(made).peer}
+    assert not ferry.meets
+    assert pledged(made, load) == made.clock.now + GRACE_S
+
+
+def test_who_asks_for_a_pledge_waits_for_no_turn_that_takes_long():
+    made, _ = docked()
+    (ferry,) = made.ferries
+    load = made.load(made.lease("r"), "r", in_step=True)
+    with ferry._turn:
+        found = []
+        asking = Thread(target=lambda: found.append(pledged(made, load)))
+        asking.start()
+        asking.join(PATIENCE_S)
+    assert found == [None]
+    assert pledged(made, load) == made.clock.now + GRACE_S
+
+
+def test_a_load_in_its_step_meets_no_other_producer_and_none_is_met_until_it_is_over():
+    made, slow = docked(grace_s=0.0)
+    (ferry,) = made.ferries
+    slow.sizes.clear()
+    ferry.meet(another(made))
+    ferry.load(made.load(made.lease("r"), "r", in_step=True))
+    assert slow.sizes
+    ferry.step()
+    assert set(ferry._links.peers) == {made.peer}
+    slow.go()
+    ferry.settle(["r"], PATIENCE_S)
+    assert errors(ferry.outcomes()) == [""]
+    ferry.step()
+    assert set(ferry._links.peers) == {made.peer, another(made).peer}
+    nothing_left(made)
+
+
+def test_a_load_in_its_step_from_a_producer_that_was_handed_in_with_it_is_made():
+    made, slow = docked(grace_s=0.0)
+    (ferry,) = made.ferries
+    ferry.forget(made.peer)
+    ferry.meet(made.meeting)
+    ferry.load(made.load(made.lease("r"), "r", in_step=True))
+    slow.go()
+    ferry.settle(["r"], PATIENCE_S)
+    assert errors(ferry.outcomes()) == [""]
+    assert made.differing() == []
+    nothing_left(made)

@@ -369,6 +369,21 @@ class TestInAStep:
             assert here.moved[0]["moved"] == here.moved[0]["predicted"] > 0
             assert here.counted["loaded"] == 2
 
+    def test_while_a_producer_is_met_none_is_made_in_its_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with engines(*sides("llama", side(), side())) as (there, here):
+            acquainted(there, here)
+            worker = here.connectors[0].worker
+            stay_nearby(here.config.kv_transfer_config.engine_id, worker)
+            params = [prefilled(there, name, prompt(seed)) for seed, name in enumerate("rs", 1)]
+            monkeypatch.setattr(type(worker), "meets", property(lambda _: True))
+            here.scheduler.add_request(here.request("r", prompt(1), params[0]))
+            here.step()
+            assert here.waits_for_bytes("r")
+            here.step_until(lambda: "r" in here.outputs)
+            monkeypatch.undo()
+            in_one_step(there, here, "s", prompt(2), params[1])
+            assert here.scheduled["s"] == 1
+
     def test_copies_that_never_end_stop_the_engine_rather_than_let_it_compute_on(self) -> None:
         with engines(*sides("llama", side(), side())) as (there, here):
             acquainted(there, here)

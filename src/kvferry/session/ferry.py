@@ -84,6 +84,7 @@ class Ferry:
         self._passage = Passage(transport, words, rank, fill, patience_s, clock)
         self._links = self._passage.links
         self._heard_at = self._pledged = -math.inf
+        self._meeting = False
         self._stumbled = ""
         self._wake = Bell()
         self._turn = threading.Lock()
@@ -109,26 +110,38 @@ class Ferry:
         """Until when the blocks of a lease will be as they are, whatever becomes of it or of its producer. A load in the next
         step that is made until then cannot fail: its producer's memory is mapped, and nothing is let go of before that step's
         loads are settled. None where nothing can be pledged."""
-        with self._turn:
+        if self.meets or not self._turn.acquire(timeout=_LONGEST_S):
+            return None
+        try:
             if not self._keeps_all:
-                self._take_in()
+                self._take_in(())
                 self._depart_at_once()
-            peer = self._links.mapped(key)
-            if peer is None or peer.link is None or not peer.meeting.grace_s or not 0 <= lease.slot < peer.slots:
+            return self._pledge(key, lease, tokens, src)
+        finally:
+            self._turn.release()
+
+    def _pledge(self, key: PeerKey, lease: Lease, tokens: int, src: Tables) -> float | None:
+        peer = self._links.mapped(key)
+        if peer is None or peer.link is None or not peer.meeting.grace_s or not 0 <= lease.slot < peer.slots:
+            return None
+        until = self._clock() + peer.meeting.grace_s
+        try:
+            peer.binder.insist_on_source(tokens, src)
+            if not self._links.stands(peer.link, lease):
                 return None
-            until = self._clock() + peer.meeting.grace_s
-            try:
-                peer.binder.insist_on_source(tokens, src)
-                if not self._links.stands(peer.link, lease):
-                    return None
-            except KVFerryError as error:
-                logger.debug("nothing is pledged of %s: %s", key, error)
-                return None
-            except Exception:
-                logger.exception("nothing is pledged of %s", key)
-                return None
-            self._pledged = max(self._pledged, until)
-            return until
+        except KVFerryError as error:
+            logger.debug("nothing is pledged of %s: %s", key, error)
+            return None
+        except Exception:
+            logger.exception("nothing is pledged of %s", key)
+            return None
+        self._pledged = max(self._pledged, until)
+        return until
+
+    @property
+    def meets(self) -> bool:
+        """Whether a producer is being met, or about to be: whoever wants the ferry's turn would wait for that."""
+        return self._meeting or any(isinstance(command, Meeting) for command in tuple(self._commands))
 
     def _depart_at_once(self) -> None:
         """Loads that were handed in beside pledged ones would wait for a moment in which nothing is pledged."""
@@ -151,7 +164,7 @@ class Ferry:
         """What is not begun here and now fails: the step does not wait for a connection, nor for a read that may never end."""
         with self._turn:
             if not self._keeps_all:
-                self._take_in()
+                self._take_in({load.peer for load in loads})
             self._passage.depart_together([crossing for load in loads if (crossing := self._passage.embark(load)) is not None])
 
     def pace(self, key: PeerKey) -> float | None:
@@ -298,20 +311,27 @@ class Ferry:
         keeps_all = self._keeps_all
         return [crossing for crossing in self._passage.under_way if crossing.load.is_pledged or not keeps_all]
 
-    def _take_in(self) -> None:
+    def _take_in(self, met: Collection[PeerKey] | None = None) -> None:
+        """What was handed in, up to a producer that is not among those to be `met`, if these are given: to connect to one and
+        to make ready what it is read by takes long."""
         if self._commands:
             self._passage.moved_at = self._clock()
         while self._commands:
-            command = self._commands.popleft()
+            command = self._commands[0]
+            if isinstance(command, Meeting) and met is not None and command.peer not in met:
+                return
+            self._meeting = isinstance(command, Meeting)
+            self._commands.popleft()
             if isinstance(command, Load):
                 self._passage.embark(command)
             elif isinstance(command, Meeting):
                 self._links.know(command, self._passage.under_way)
+                self._meeting = False
             else:
                 self._links.forget(command)
 
     def _step(self) -> None:
-        self._take_in()
+        self._take_in(() if any(crossing.load.in_step for crossing in self._passage.under_way) else None)
         self._passage.move_all_on()
         self._links.look_after(self._passage.under_way)
         if self._passage.spent:

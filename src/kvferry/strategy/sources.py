@@ -62,12 +62,14 @@ class Sources:
         """Raises TransportError where a producer's ring cannot be read. It is mapped where it can be, and is of the `memory`
         that this end copies in."""
         berths = self._opened(peer, offer) if offer.memory == memory else None
-        note = self._boards.take_note()
+        note: int | None = None
         try:
+            note = self._boards.take_note()
             ring = self._wire.prepare(ring_plan(offer, self._staging), 0, peer)
             board = self._wire.prepare(board_plan(offer, self._boards.notes), 0, peer)
         except TransportError:
-            self._boards.give_note(note)
+            if note is not None:
+                self._boards.give_note(note)
             self._close(peer)
             raise
         return Source(peer, offer, note, ring, board, np.zeros(offer.slots, np.int64), berths)

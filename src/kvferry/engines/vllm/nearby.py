@@ -13,6 +13,9 @@ from kvferry.session import PeerKey, Reference
 
 
 class Nearby(Protocol):
+    @property
+    def meets(self) -> bool: ...
+
     def attend(self, firsts: Firsts) -> None: ...
 
     def begin(self, orders: Orders) -> None: ...

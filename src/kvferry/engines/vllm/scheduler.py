@@ -236,12 +236,10 @@ class SchedulerHalf:
         count = 0 if reference is None or request.skip_reading_prefix_cache else reference.tokens - computed
         if reference is None or count <= 0:
             return 0, False
-        peer = key_of(reference)
-        if not self._haste.knows(peer):
-            rank = rank_nearby(self._engine)
-            if rank is not None and (pace := rank.pace(peer)) is not None:
-                self._haste.saw(peer, 1, pace)
-        if self._haste.allows(request, peer, count):
+        peer, rank = key_of(reference), rank_nearby(self._engine)
+        if not self._haste.knows(peer) and rank is not None and (pace := rank.pace(peer)) is not None:
+            self._haste.saw(peer, 1, pace)
+        if self._haste.allows(request, peer, count) and not (rank is not None and rank.meets):
             decode.in_step = self.can_undo or (not computed and self._is_pledged(decode, peer, reference))
         return count, not decode.in_step
 

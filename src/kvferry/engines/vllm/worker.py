@@ -160,6 +160,11 @@ class WorkerHalf:
         """To be told when steps are launched, and have been."""
         self._firsts = firsts
 
+    @property
+    def meets(self) -> bool:
+        """Whether a producer is being met, which a load in a step would wait for."""
+        return self._ferry is not None and self._ferry.meets
+
     def pace(self, peer: PeerKey) -> float | None:
         """Seconds a token that a load from a producer should take at most, where a step may wait for it."""
         return self._ferry.pace(peer) if self._ferry is not None else None

@@ -1,0 +1,300 @@
+"""The trouble of one end of `packed` stays its own: others are served, and what was lost for a moment comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvferry.manifest.codec import decode, encode
+from kvferry.plan import Plan
+from kvferry.strategy import HostMover
+from kvferry.strategy.asking import AGAIN_S
+from kvferry.strategy.cost import Way
+from kvferry.strategy.flights import DetouredRead
+from kvferry.strategy.gathering import MARK, MAX_PLANS, SLOT_S, Introduction, pack
+from kvferry.strategy.mapped import PeerGoneError
+from kvferry.strategy.movers import Ticket
+from kvferry.strategy.moves import Bound
+from kvferry.strategy.scattered import Scattered, Settings
+from kvferry.strategy.staging import LEAST, host_staging
+from kvferry.strategy.ways import ScatteredPrepared
+from kvferry.strided import Ints
+from kvferry.transport import State
+from kvferry.transport.contract import Read
+from test_strategy_packed import MAPS, RATES, Ordered, World, forced, world
+
+TICK_S = 0.05
+
+
+def producer(made: World, name: str, maps: bool = False) -> Scattered:
+    """Another one, that holds the same."""
+    wire = type(made.wire)(name, made.harbour, clock=made.clock, timeout_s=30.0)
+    out = Scattered(wire, host_staging(1 << 17, mappable=maps), HostMover(), forced(maps=maps), made.clock)
+    out.register(made.there.storages)
+    return out
+
+
+def prepared(made: World, target: Scattered, source: Scattered) -> ScatteredPrepared:
+    found = target.prepare(made.plan, 0, target.connect(source.metadata()))
+    assert isinstance(found, ScatteredPrepared)
+    return found
+
+
+def ended(made: World, read: Read, *sources: Scattered, target: Scattered | None = None) -> float:
+    """Seconds until a read is over, while everybody else does what they do."""
+    one, began = target or made.target, made.clock.now
+    while one.poll(read) is State.RUNNING:
+        made.clock.now += TICK_S
+        for source in sources or (made.source,):
+            source.notifications()
+        one.notifications()
+    return made.clock.now - began
+
+
+def stopped_on_the_wire(made: World, read: DetouredRead) -> None:
+    """Its producer is stopped while all that the read holds is on the wire, and it is given up."""
+    assert isinstance(made.wire, Ordered)
+    made.wire.slots_land = False
+    for _ in range(50):
+        made.source.notifications()
+        made.target.poll(read)
+    assert read.flights
+    made.harbour.stop(made.source.name)
+    made.wire.slots_land = True
+    made.clock.now += 31
+    assert made.target.poll(read) is State.FAILED
+    assert made.target.release(read)
+    made.target.forget(made.source.name)
+
+
+def resumed(made: World) -> None:
+    made.harbour.resume(made.source.name)
+    for _ in range(5):
+        made.source.notifications()
+        made.target.notifications()
+
+
+def test_a_stopped_producer_leaves_a_slot_to_the_others():
+    made = world(wire=Ordered)
+    healthy = producer(made, "q")
+    theirs, others = made.prepare(), prepared(made, made.target, healthy)
+    stopped_on_the_wire(made, made.read(theirs))
+    assert made.target.landing.free == 1
+    read = made.target.read(others, made.tiles)
+    ended(made, read, healthy)
+    assert read.state is State.DONE
+    assert made.right
+    made.target.release(read)
+    resumed(made)
+    assert made.target.landing.free == made.target.landing.slots
+
+
+def test_a_producer_that_is_alone_may_have_all_slots():
+    made = world(wire=Ordered)
+    stopped_on_the_wire(made, made.read())
+    assert made.target.landing.free == 0
+    resumed(made)
+    assert made.target.landing.free == made.target.landing.slots
+
+
+def stuck(ways: tuple[Way, ...]) -> tuple[World, Scattered, ScatteredPrepared]:
+    """All slots are kept for what a stopped producer may still write there; another one is met."""
+    made = world(wire=Ordered)
+    made.target = Scattered(
+        type(made.wire)("t", made.harbour, clock=made.clock, timeout_s=30.0),
+        host_staging(1 << 17, mappable=False),
+        HostMover(),
+        Settings(ways, RATES, maps=False),
+        made.clock,
+    )
+    made.wire = made.target._wire
+    made.target.register(made.here.storages)
+    found = made.prepare()
+    packed = found.detours["packed"]
+    read = made.target._detour(packed, made.tiles)
+    stopped_on_the_wire(made, read)
+    assert made.target.landing.is_stuck
+    healthy = producer(made, "q")
+    return made, healthy, prepared(made, made.target, healthy)
+
+
+def test_where_no_slot_can_be_used_loads_go_by_descriptors():
+    made, healthy, others = stuck(("packed", "direct"))
+    assert set(others.costs(made.tiles)) == {"direct"}
+    read = made.target.read(others, made.tiles)
+    ended(made, read, healthy)
+    assert made.right
+    assert made.target.carried["direct"] == 1
+    resumed(made)
+    assert set(others.costs(made.tiles)) == {"direct", "packed"}
+
+
+def test_where_there_is_no_other_way_the_peer_that_holds_the_slots_is_named():
+    made, healthy, others = stuck(("packed",))
+    read = made.target.read(others, made.tiles)
+    assert isinstance(read, DetouredRead)
+    ended(made, read, healthy)
+    assert read.state is State.FAILED
+    assert f"what was read of {made.source.name} may still land in all of them" in read.error
+    resumed(made)
+    again = made.target.read(others, made.tiles)
+    ended(made, again, healthy)
+    assert again.state is State.DONE
+    assert made.right
+
+
+def test_of_several_producers_none_holds_up_who_waits_for_it_alone():
+    """The share of one bounds pieces under way, and costs no load its end."""
+    made = world()
+    producer(made, "q")
+    others = prepared(made, made.target, producer(made, "r"))
+    one = made.prepare()
+    reads = [made.read(one) for _ in range(6)]
+    assert sum(len(read.flights) for read in reads) == made.target.landing.slots - 1
+    assert made.target.landing.berths(one.detours["packed"].source) == made.target.landing.slots - 1
+    assert set(made.finish(*reads)) == {State.DONE}
+    assert made.right
+    made.target.forget(others.peer)
+    assert made.target.landing.berths(one.detours["packed"].source) == made.target.landing.slots
+
+
+class Failing(HostMover):
+    """Raises what a device without memory does, so often."""
+
+    def __init__(self, often: int) -> None:
+        super().__init__()
+        self.often = often
+
+    def start(self, prepared: Ints, bound: Bound) -> Ticket:
+        if self.often:
+            self.often -= 1
+            raise RuntimeError("out of memory")
+        return super().start(prepared, bound)
+
+
+@MAPS
+def test_a_gather_that_fails_unexpectedly_gives_its_slot_back_and_is_made_when_it_is_asked_for_again(maps: bool):
+    made = world(maps=maps)
+    made.source.gathering._mover = Failing(5)
+    read = made.read()
+    assert ended(made, read) >= AGAIN_S
+    assert read.state is State.DONE
+    assert made.right
+    assert made.source.gathering._mover.often == 0
+    made.target.release(read)
+    assert made.all_back()
+
+
+@pytest.mark.parametrize(("gap", "when"), [(0.0, 1.0), (1.0, 0.5), (5.0, 1.0)])
+def test_who_waits_behind_consumers_that_died_one_after_the_other_is_served(gap: float, when: float):
+    made = world()
+    live = made.prepare()
+    for wait in (gap, when):
+        dead = made.another()
+        found = prepared(made, dead, made.source)
+        made.source.notifications()
+        for _ in range(2):
+            dead.read(found, made.tiles)
+        made.source.notifications()
+        made.clock.now += wait
+    assert made.source.gathering.free == 0
+    read = made.read(live)
+    assert ended(made, read) <= 2 * SLOT_S
+    assert read.state is State.DONE
+    assert made.right
+
+
+def test_a_plan_is_introduced_again_once_for_all_that_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+    made = world()
+    reads = [made.read(found) for found in [made.prepare()] for _ in range(4)]
+    flights = sum(len(read.flights) for read in reads)
+    assert flights > 1
+    made.source.notifications()
+    said: list[bytes] = []
+    monkeypatch.setattr(made.wire, "notify", lambda peer, message: said.append(message))
+    made.source.gathering._words[:] = 0
+    for read in reads:
+        for flight in read.flights:
+            flight.ticket += 1
+    made.clock.now += AGAIN_S + TICK_S
+    for _ in range(10):
+        made.target.poll(reads[0])
+        for read in reads:
+            made.target.poll(read)
+    introductions = [message for message in said if b"plan" in message[: len(MARK) + 8]]
+    assert len(said) == len(introductions) + flights
+    assert len(introductions) == 1
+
+
+def test_a_producer_that_died_fails_no_read_of_another_by_what_is_still_to_be_said_to_it():
+    made = world(maps=True)
+    healthy = producer(made, "q", maps=True)
+    theirs, others = made.prepare(), prepared(made, made.target, healthy)
+    one = made.read(theirs)
+    reads = [made.target.read(others, made.tiles) for _ in range(2)]
+    assert not reads[1].flights
+    made.source.notifications()
+    healthy.notifications()
+    rings = made.target._rings
+    assert rings is not None
+    peek, read = rings.peek, rings.read
+    looks: list[str] = []
+
+    def looked(name: str, *rest: Any) -> Any:
+        out = peek(name, *rest)
+        if name == made.source.name:
+            looks.append(name)
+            if len(looks) == 2:
+                made.harbour.kill(name)
+        return out
+
+    def copied(one: Any, *rest: Any, **more: Any) -> Any:
+        if one.peer == made.source.name and len(looks) >= 2:
+            raise PeerGoneError(one.peer)
+        return read(one, *rest, **more)
+
+    rings.peek, rings.read = looked, copied  # type: ignore[method-assign]
+    made.target.poll(reads[1])
+    assert one.state is State.FAILED
+    for other in reads:
+        ended(made, other, healthy)
+    assert [other.state for other in reads] == [State.DONE, State.DONE]
+    assert made.right
+
+
+def test_there_is_room_for_the_boards_of_more_producers_than_a_session_knows():
+    """Those that ended idle are known until they are forgotten."""
+    made = world()
+    target = Scattered(
+        type(made.wire)("t", made.harbour, clock=made.clock),
+        host_staging(LEAST, mappable=False),
+        HostMover(),
+        forced(),
+        made.clock,
+    )
+    target.register(made.here.storages)
+    for number in range(300):
+        wire = type(made.wire)(f"pod {number}", made.harbour, clock=made.clock)
+        source = Scattered(wire, host_staging(LEAST, mappable=False), HostMover(), forced(), made.clock)
+        source.register(made.there.storages)
+        assert set(prepared(made, target, source).detours) == {"packed"}
+        made.harbour.kill(wire.name)
+
+
+def test_plans_that_are_used_are_remembered_longer_than_those_that_are_not():
+    made = world()
+    found = made.prepare()
+    gathering, plan = made.source.gathering, found.detours["packed"].plan
+    ended(made, made.read(found))
+    for number in range(MAX_PLANS):
+        other = decode(plan, Plan)
+        identity = replace(other.sources[0].identity, incarnation=f"x{number}")
+        other = replace(other, sources=(replace(other.sources[0], identity=identity),))
+        gathering.hear(pack(Introduction(gathering.offer.secret, encode(other))))
+        if number % 50 == 0:
+            assert ended(made, made.read(found)) < AGAIN_S
+    assert len(gathering._plans) == MAX_PLANS
+    assert ended(made, made.read(found)) < AGAIN_S
+    assert made.right
