@@ -647,7 +647,15 @@ class FakeEngine:
         self.scheduler = SimpleNamespace(
             connector=connector, schedule=self._schedule, update_from_output=self._update, get_request_counts=lambda: (2, 5)
         )
-        self.model_executor = SimpleNamespace(execute_model=self._execute, sample_tokens=clocks.takes(0))
+        graphs = SimpleNamespace(run_fullgraph=clocks.takes(0.375))
+        self.runner = SimpleNamespace(
+            add_requests=clocks.takes(1.5), prepare_attn=clocks.takes(2.5), cudagraph_manager=graphs, sample=self._sample
+        )
+        self.model_executor = SimpleNamespace(
+            execute_model=self._execute,
+            sample_tokens=clocks.takes(0),
+            driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=self.runner)),
+        )
 
     def has_work(self):
         return False
@@ -686,10 +694,17 @@ class FakeEngine:
         self.scheduler.connector.update_connector_output(output)
         self.clocks.takes(16)()
 
-    def _execute(self):
-        self.worker.bind_connector_metadata(None)
-        self.clocks.takes(32)()
+    def _sample(self):
         self.worker.get_transfer_results(set())
+        self.clocks.takes(0.75)()
+
+    def _execute(self):
+        self.runner.add_requests()
+        self.runner.prepare_attn()
+        self.worker.bind_connector_metadata(None)
+        self.runner.cudagraph_manager.run_fullgraph()
+        self.clocks.takes(32)()
+        self.runner.sample()
         clocks = self.clocks
 
         class Output(Future):
@@ -706,15 +721,19 @@ def test_an_engine_records_what_each_part_of_a_step_took_itself(tmp_path, monkey
     for _ in range(3):
         engine.loop()
     found = [dict(zip(steps.COLUMNS, row.tolist(), strict=True)) for row in reader.since()]
-    assert [it.pop("at") for it in found] == pytest.approx([1100.0, 1100.0 + 1135.875, 1100.0 + 2 * 1135.875])
+    assert [it.pop("at") for it in found] == pytest.approx([1100.0, 1100.0 + 1141.0, 1100.0 + 2 * 1141.0])
     expected = {
-        "step": 135.875,
+        "step": 141.0,
         "off": 66.0,
         "intake": 0.5,
         "schedule": 8.0,
         "connector": 6.0,
         "begin loads": 4.0,
         "settle": 5.0,
+        "take on": 1.5,
+        "inputs": 2.5,
+        "compute": 0.375,
+        "sample": 0.75,
     }
     expected |= {"launch": 32.0, "wait": 64.0, "update": 16.0, "hand out": 0.25, "schedule off": 6.0, "wait off": 60.0}
     expected |= {"running": 2, "new": 1, "tokens": 2, "waiting": 5, "loads begun": 1, "loads ended": 3}

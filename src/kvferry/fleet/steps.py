@@ -34,6 +34,11 @@ PARTS: Final = (
     "begin loads",
     "settle",
     "launch",
+    "take on",
+    "inputs",
+    "metadata",
+    "compute",
+    "sample",
     "wait",
     "update",
     "hand out",
@@ -41,7 +46,9 @@ PARTS: Final = (
     "collect",
 )
 """`intake`: requests taken from the queue. `connector`: its scheduler's half, wherever it is called. `begin loads`, `settle`:
-its worker's half, up to the loads and after. `wait`: for what the device computes. `pause`: vLLM's, after a step that computed
+its worker's half, up to the loads and after. `take on` to `sample`: parts of the launch in vLLM's runner: the step's new
+requests and blocks, its inputs, what attention is told by, the model (with CUDA graphs, or on a CPU), and the next tokens;
+`launch` is the rest of it. `wait`: for what the device computes. `pause`: vLLM's, after a step that computed
 nothing. `collect`: full garbage collections that fell upon this thread."""
 OTHER: Final = "other"
 WAITING_PARTS: Final = ("wait", "pause")
@@ -64,6 +71,15 @@ SCHEDULERS: Final = (
 BEGINNING: Final = ("handle_preemptions", "bind_connector_metadata", "start_load_kv")
 SETTLING: Final = ("wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors", "build_connector_worker_meta")
 """A connector's hooks by the part they belong to. Those of every layer are left out: they would cost more than they tell."""
+
+LAUNCHING: Final = (
+    ("take on", ("add_requests", "update_requests", "_update_states")),
+    ("inputs", ("prepare_inputs", "prepare_attn", "_prepare_inputs")),
+    ("metadata", ("model_state.prepare_attn", "_build_attention_metadata")),
+    ("compute", ("cudagraph_manager.run_fullgraph", "cudagraph_manager.run_pw_graph", "_model_forward")),
+    ("sample", ("sample", "_sample")),
+)
+"""What either of vLLM's runners calls while a step is launched, by part; one has some of them, the other the others."""
 
 KEPT: Final = 1 << 15
 """Records: of more steps than these between two looks only the last are there."""
@@ -214,6 +230,7 @@ def trace(core: Any, worker: Any, marks: Marks) -> None:
         _time(worker, BEGINNING, "begin loads", marks)
         _time(worker, SETTLING, "settle", marks)
     _trace_results(core.model_executor, marks)
+    _trace_launch(core.model_executor, marks)
     _time(core.model_executor, ("execute_model", "sample_tokens"), "launch", marks)
     gc.callbacks.append(marks.collected)
 
@@ -221,6 +238,18 @@ def trace(core: Any, worker: Any, marks: Marks) -> None:
 def _time(there: Any, names: tuple[str, ...], part: str, marks: Marks) -> None:
     for name in names:
         setattr(there, name, marks.timed(part, getattr(there, name)))
+
+
+def _trace_launch(executor: Any, marks: Marks) -> None:
+    """Of a worker in this process."""
+    worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
+    runner = getattr(worker, "model_runner", None)
+    for part, names in LAUNCHING:
+        for name in names:
+            owner, _, method = name.rpartition(".")
+            there = getattr(runner, owner, None) if owner else runner
+            if hasattr(there, method):
+                _time(there, (method,), part, marks)
 
 
 def _trace_loop(core: Any, marks: Marks) -> None:
