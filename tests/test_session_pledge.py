@@ -361,10 +361,28 @@ def test_a_load_in_its_step_meets_no_other_producer_and_none_is_met_until_it_is_
     ferry.step()
     assert set(ferry._links.peers) == {made.peer}
     slow.go()
+    for _ in range(ENOUGH):
+        ferry.step()
+    assert not ferry._passage.under_way
+    assert set(ferry._links.peers) == {made.peer}
     ferry.settle(["r"], PATIENCE_S)
     assert errors(ferry.outcomes()) == [""]
     ferry.step()
     assert set(ferry._links.peers) == {made.peer, another(made).peer}
+    nothing_left(made)
+
+
+def test_loads_in_a_step_begin_before_other_producers_are_handed_in_with_them(monkeypatch):
+    made, slow = docked(grace_s=0.0)
+    (ferry,) = made.ferries
+    slow.sizes.clear()
+    seen = []
+    monkeypatch.setattr(ferry, "meet", lambda meeting: seen.append((meeting.peer, bool(slow.sizes))))
+    ferry.load(made.load(made.lease("r"), "r", in_step=True), meetings=[another(made), made.meeting])
+    assert seen == [(made.peer, False), (another(made).peer, True)]
+    slow.go()
+    ferry.settle(["r"], PATIENCE_S)
+    assert errors(ferry.outcomes()) == [""]
     nothing_left(made)
 
 

@@ -13,7 +13,7 @@ from kvferry.strategy import HostMover
 from kvferry.strategy.asking import AGAIN_S
 from kvferry.strategy.cost import Way
 from kvferry.strategy.flights import DetouredRead
-from kvferry.strategy.gathering import MARK, MAX_PLANS, SLOT_S, Introduction, pack
+from kvferry.strategy.gathering import AGAIN, MARK, MAX_PLANS, MOST, SLOT_S, Introduction, pack
 from kvferry.strategy.mapped import PeerGoneError
 from kvferry.strategy.movers import Ticket
 from kvferry.strategy.moves import Bound
@@ -23,7 +23,7 @@ from kvferry.strategy.ways import ScatteredPrepared
 from kvferry.strided import Ints
 from kvferry.transport import State
 from kvferry.transport.contract import Read
-from test_strategy_packed import MAPS, RATES, Ordered, World, forced, world
+from test_strategy_packed import MAPS, RATES, Ordered, World, ends_of, forced, part_of, world
 
 TICK_S = 0.05
 
@@ -137,7 +137,7 @@ def test_where_there_is_no_other_way_the_peer_that_holds_the_slots_is_named():
     assert isinstance(read, DetouredRead)
     ended(made, read, healthy)
     assert read.state is State.FAILED
-    assert f"what was read of {made.source.name} may still land in all of them" in read.error
+    assert f"what was read of {made.source.name} may still land in all, until it goes on" in read.error
     resumed(made)
     again = made.target.read(others, made.tiles)
     ended(made, again, healthy)
@@ -158,6 +158,21 @@ def test_of_several_producers_none_holds_up_who_waits_for_it_alone():
     assert made.right
     made.target.forget(others.peer)
     assert made.target.landing.berths(one.detours["packed"].source) == made.target.landing.slots
+
+
+@pytest.mark.parametrize("budget", [LEAST, 1 << 17], ids=["2 slots", "4 slots"])
+def test_a_short_load_behind_long_ones_ends_before_them_where_another_producer_is_read_too(budget: int):
+    made = world(budgets=(1 << 18, budget))
+    prepared(made, made.target, producer(made, "q"))
+    *long, short = ends_of(made, [*[made.tiles] * 6, part_of(made, 1)])
+    assert short < long[0]
+
+
+def test_producers_whose_rings_are_mapped_take_no_slots_and_no_share_of_them():
+    made = world(maps=True)
+    prepared(made, made.target, producer(made, "q", maps=True))
+    assert {*made.prepare().detours} == {"packed"}
+    assert made.target.landing.peers == set()
 
 
 class Failing(HostMover):
@@ -204,6 +219,19 @@ def test_who_waits_behind_consumers_that_died_one_after_the_other_is_served(gap:
     assert ended(made, read) <= 2 * SLOT_S
     assert read.state is State.DONE
     assert made.right
+
+
+def test_who_has_asked_again_as_often_as_a_ticket_allows_asks_under_a_new_one():
+    made = world()
+    read = made.read()
+    tickets = [flight.ticket for flight in read.flights]
+    for flight in read.flights:
+        flight.ticket += 7 * AGAIN
+        assert flight.ticket <= MOST < flight.ticket + AGAIN
+    assert ended(made, read) >= AGAIN_S
+    assert read.state is State.DONE
+    assert made.right
+    assert all(ticket < AGAIN for ticket in tickets)
 
 
 def test_a_plan_is_introduced_again_once_for_all_that_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):

@@ -41,7 +41,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.check import ask_all, check_engines
 from kvferry.check.canary import read_beacons
-from kvferry.engines.vllm import KVFerryConnector, register, scheduler
+from kvferry.engines.vllm import KVFerryConnector, register, scheduler, seeking
 from kvferry.engines.vllm.media import are_named_by_request, content_of
 from kvferry.engines.vllm.prompts import digest_of
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
@@ -661,6 +661,30 @@ class TestSiblings:
             there.step_until(lambda: not there.scheduler.requests)
             assert there.counted["released"] == 3
             assert (here.held, there.held) == (0, 0)
+
+    def test_those_that_are_aborted_hold_up_nobody_who_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(seeking, "FOR_NOBODY", 2)
+        with engines(*sides("llama", {}, {})) as (there, here):
+            half, wait, ask = here.connector.scheduler, threading.Event(), seeking.seek
+            params = self.prefilled(there)
+            asked: list[str] = []
+
+            def silent(address: str, *rest: Any) -> Any:
+                asked.append(threading.current_thread().name)
+                if threading.current_thread().name.startswith("kvferry-giving-back"):
+                    assert wait.wait(60)
+                return ask(address, *rest)
+
+            monkeypatch.setattr(seeking, "seek", silent)
+            for number in range(6):
+                here.scheduler.add_request(here.request(f"cmpl-7-{number}-x", self.PROMPTS[1], dict(params)))
+            here.scheduler.finish_requests([f"cmpl-7-{number}-x" for number in range(6)], RequestStatus.FINISHED_ABORTED)
+            here.scheduler.add_request(here.request(self.NAMES[2], self.PROMPTS[2], dict(params)))
+            assert ended(here, self.NAMES[2]) is FinishReason.LENGTH
+            assert here.counted["loaded"] == 1
+            wait.set()
+            here.step_until(lambda: sum(name.startswith("kvferry-giving-back") for name in asked) == 2)
+            assert not half._decodes
 
     def test_all_may_ask_at_once(self) -> None:
         with engines(*sides("llama", {}, {})) as (there, here):

@@ -34,6 +34,8 @@ _BUSY_S: Final = 0.0005
 """Between two looks at loads that have just moved on: a tenth of a decode step, and less than a short load takes."""
 _LONGEST_S: Final = 0.002
 """Between two looks at loads that take long: a small part of what they take already."""
+_AT_MOST_S: Final = 0.002
+"""How long who asks for a pledge waits for the ferry's turn, which is over in a moment unless something is connected to."""
 _PATIENCE: Final = 4
 """A load is looked at again after this part of the time in which nothing was seen of it."""
 _READ_S: Final = 0.0015
@@ -84,7 +86,7 @@ class Ferry:
         self._passage = Passage(transport, words, rank, fill, patience_s, clock)
         self._links = self._passage.links
         self._heard_at = self._pledged = -math.inf
-        self._meeting = False
+        self._meeting = self._unsettled = False
         self._stumbled = ""
         self._wake = Bell()
         self._turn = threading.Lock()
@@ -98,11 +100,18 @@ class Ferry:
     def meet(self, meeting: Meeting) -> None:
         self._hand_in(meeting)
 
-    def load(self, *loads: Load) -> None:
+    def load(self, *loads: Load, meetings: Sequence[Meeting] = ()) -> None:
+        """Producers are met first, but for those of which nothing is loaded in this step: what is would wait for that."""
         hurried = [load for load in loads if load.in_step]
+        near = {load.peer for load in hurried}
         self._pledge_until(max((load.pledged for load in hurried), default=-math.inf))
+        self._unsettled = self._unsettled or bool(hurried)
+        for meeting in (it for it in meetings if it.peer in near):
+            self.meet(meeting)
         if hurried:
             self._load_in_step(hurried)
+        for meeting in (it for it in meetings if it.peer not in near):
+            self.meet(meeting)
         for load in self._begun([load for load in loads if not load.in_step]):
             self._hand_in(load)
 
@@ -110,7 +119,7 @@ class Ferry:
         """Until when the blocks of a lease will be as they are, whatever becomes of it or of its producer. A load in the next
         step that is made until then cannot fail: its producer's memory is mapped, and nothing is let go of before that step's
         loads are settled. None where nothing can be pledged."""
-        if self.meets or not self._turn.acquire(timeout=_LONGEST_S):
+        if self.meets or not self._turn.acquire(timeout=_AT_MOST_S):
             return None
         try:
             if not self._keeps_all:
@@ -189,6 +198,7 @@ class Ferry:
                 for crossing in waited_for:
                     self._passage.move_on(crossing)
             if not waited_for:
+                self._unsettled = False
                 self._pledge_until(-math.inf)
                 return
             if self._clock() > deadline:
@@ -325,13 +335,18 @@ class Ferry:
             if isinstance(command, Load):
                 self._passage.embark(command)
             elif isinstance(command, Meeting):
-                self._links.know(command, self._passage.under_way)
-                self._meeting = False
+                self._know(command)
             else:
                 self._links.forget(command)
 
+    def _know(self, meeting: Meeting) -> None:
+        try:
+            self._links.know(meeting, self._passage.under_way)
+        finally:
+            self._meeting = False
+
     def _step(self) -> None:
-        self._take_in(() if any(crossing.load.in_step for crossing in self._passage.under_way) else None)
+        self._take_in(() if self._unsettled else None)
         self._passage.move_all_on()
         self._links.look_after(self._passage.under_way)
         if self._passage.spent:

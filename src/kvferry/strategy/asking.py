@@ -23,7 +23,7 @@ logger = logging.getLogger("kvferry.strategy")
 AGAIN_S: Final = 2.0
 """After so long without an answer a producer is told once more what to gather, and by which plan: it may have forgotten it."""
 _REMINDERS: Final = (MOST - AGAIN) // AGAIN
-"""So often a ticket can be asked for again."""
+"""So often a ticket can be asked for again; then there is a new one."""
 _TRIES: Final = 4
 
 
@@ -80,17 +80,20 @@ class Asking:
         looks rarely finds what is there before it asks for it under another word. A producer whose slots others hold hears so
         that this end still waits, for as long as the read may take."""
         now, patience_s = self._clock(), AGAIN_S if flight.ticket < AGAIN else self._later_s
-        if flight.ask is None or now - flight.asked_at <= patience_s or flight.ticket > MOST - AGAIN:
+        if flight.ask is None or now - flight.asked_at <= patience_s:
             return
         flight.after = flight.after or source.begun + 1
         if source.seen < flight.after:
             return
-        flight.asked_at, flight.ticket, flight.after = now, flight.ticket + AGAIN, 0
-        flight.ask = structs.replace(flight.ask, ticket=flight.ticket)
+        if flight.ticket > MOST - AGAIN:
+            ask = self._ask(read, flight, source)
+        else:
+            flight.asked_at, flight.ticket, flight.after = now, flight.ticket + AGAIN, 0
+            ask = flight.ask = structs.replace(flight.ask, ticket=flight.ticket)
         if now - source.introduced.get(read.detoured.digest, -inf) > AGAIN_S:
             source.introduced.pop(read.detoured.digest, None)
             self.introduce(read.detoured)
-        self._wire.notify(source.peer, pack(flight.ask))
+        self._wire.notify(source.peer, pack(ask))
 
     def again(self, read: DetouredRead, flight: Flight, source: Source, reason: str) -> None:
         """Ask anew for what was gathered and lost."""

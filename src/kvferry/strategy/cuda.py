@@ -13,8 +13,6 @@ The driver keeps an allocation for as long as anybody has it open: `Mapped` clos
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -151,8 +149,11 @@ class CudaMover:
         """The pieces, on the device; every kernel that loads will need is made now."""
         for form in moves.forms:
             self._warm(form)
-        with _room("the pieces of a plan"), torch.cuda.stream(self._stream):
-            pieces = torch.from_numpy(moves.pieces).to(self._device)
+        try:
+            with torch.cuda.stream(self._stream):
+                pieces = torch.from_numpy(moves.pieces).to(self._device)
+        except torch.OutOfMemoryError as error:
+            raise TransportError(f"there is no memory for the pieces of a plan: {error}") from None
         self._stream.synchronize()
         return pieces
 
@@ -203,9 +204,9 @@ class CudaMover:
         return slot, free
 
     def _slots(self, room: int, count: int) -> list[_Slot]:
-        with _room("the table of a load"), torch.cuda.stream(self._uploads):
-            hosts = torch.empty((count, room), dtype=torch.int64, pin_memory=True)
-            counts = torch.empty((count, len(self._none)), dtype=torch.int64, pin_memory=True)
+        hosts = torch.empty((count, room), dtype=torch.int64, pin_memory=True)
+        counts = torch.empty((count, len(self._none)), dtype=torch.int64, pin_memory=True)
+        with torch.cuda.stream(self._uploads):
             tables = torch.empty((count, room), dtype=torch.int64, device=self._device)
         return [self._of(hosts[i], tables[i], counts[i]) for i in range(count)]
 
@@ -269,12 +270,3 @@ class CudaMover:
             return
         with torch.cuda.stream(self._stream):
             kernel.launch(self._programs, pieces, slot.table, launch.at, launch.jobs, slot.counts[first:], launch.form)
-
-
-@contextmanager
-def _room(what: str) -> Iterator[None]:
-    """A device, or page-locked memory, that is full fails the load and not who serves others beside it."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransportError(f"there is no memory for {what}: {error}") from None

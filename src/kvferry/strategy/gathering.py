@@ -273,7 +273,7 @@ class Gathering:
             bound = known.moves.bind(_tiles(order.ask, known), dst_shift=slot * self._staging.slot)
             order.copies, order.slot, order.size = self._mover.start(known.held, bound), slot, bound.bytes
         except Exception as error:
-            # A mover makes its copies in their order: whatever it began of this one is over before the slot's next.
+            # Copies are made in their order: whatever was begun of this one is over before the slot's next begins.
             del self._orders[ticket]
             self._slots.give(slot)
             expected = isinstance(error, TransportError)

@@ -43,6 +43,8 @@ logger = logging.getLogger("kvferry.strategy")
 TIMEOUT_S: Final = 30.0
 _LIVELY_S: Final = 0.02
 _SEVERAL: Final = 4
+_SHARED: Final = 3
+"""Of so many slots one is left to other peers. With fewer it would be all that lets a short load go before a long one's end."""
 
 
 def piece_bytes(staged: int, most: int, cut: Cut) -> int:
@@ -52,8 +54,8 @@ def piece_bytes(staged: int, most: int, cut: Cut) -> int:
 
 class Landing:
     """Pieces off `wire`; `mover` takes them out of the ring. `timeout_s`: how long a read may go without anything happening.
-    `rings`: producers' rings that are mapped here. `peers`: how many there are to read from: of several none may take all
-    slots, which stay with one that is stopped until it goes on or dies."""
+    `rings`: producers' rings that are mapped here. `peers`: those that are read through slots: of several none may take all,
+    since they stay with one that is stopped until it goes on or dies."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class Landing:
         self._wire, self.staging, self._mover, self._rings = wire, staging, mover, rings
         self._timeout_s, self._clock = timeout_s, clock
         self.sources = Sources(wire, staging, boards, rings)
-        self.peers = 0
+        self.peers: set[str] = set()
         self._slots = Slots(staging.sizes.landing)
         self._limbo: list[tuple[Read, int]] = []
         self._running: dict[DetouredRead, None] = {}
@@ -103,8 +105,8 @@ class Landing:
 
     @property
     def _share(self) -> int:
-        """Slots that are for one peer at most."""
-        return self._slots.count - (self.peers > 1 and self._slots.count > 1)
+        """Slots that are for one peer at most: of a few all."""
+        return self._slots.count - (len(self.peers) > 1 and self._slots.count >= _SHARED)
 
     def _has_its_share(self, read: DetouredRead) -> bool:
         """Whether its peer has all the slots to land in that are for one."""
@@ -224,13 +226,11 @@ class Landing:
         if read.state is State.RUNNING and self._clock() - since > self._timeout_s:
             waiting = sum(flight.stage is Stage.ASKED for flight in read.flights)
             what = f"it has not gathered {waiting} pieces that it was asked for" if waiting else "nothing arrived"
+            why = "it is stopped, overloaded or unreachable"
             if not read.flights and self.is_stuck and self._slots_of(read) is self._slots:
                 others = ", ".join(sorted({kept.peer for kept, _ in self._limbo}))
-                read.fail(
-                    f"no slot to land in for {self._timeout_s:g} s: what was read of {others} may still land in all of them, "
-                    f"until it goes on or dies"
-                )
-            read.fail(f"{what} for {self._timeout_s:g} s: it is stopped, overloaded or unreachable")
+                what, why = "no slot to land in", f"what was read of {others} may still land in all, until it goes on or dies"
+            read.fail(f"{what} for {self._timeout_s:g} s: {why}")
         self._see_off(read)
 
     def _see_off(self, read: DetouredRead) -> None:
@@ -245,9 +245,11 @@ class Landing:
     def _advance(self, read: DetouredRead) -> None:
         """As far as it goes without waiting: nowhere, where it waits for a slot and none is free. For what was asked for the
         board is looked at once."""
-        waits = not read.flights and not read.pieces.over and not self._limbo
-        if waits and (not self._slots_of(read).free or self._has_its_share(read)):
-            return
+        if not read.flights and not read.pieces.over:
+            if self._limbo and not self._slots_of(read).free:
+                self.tidy()
+            if not self._slots_of(read).free or self._has_its_share(read):
+                return
         looked, source = False, read.detoured.source
         while read.state is State.RUNNING:
             before = read.moved_at, len(read.flights), [flight.stage for flight in read.flights]
@@ -302,7 +304,7 @@ class Landing:
             if slot is None:
                 self.tidy()
                 return
-            usable = self._usable if slots is self._slots else slots.count
+            usable = min(self._usable, self._share) if slots is self._slots else slots.count
             full = {it.peer for it in {it.peer: it for it in waiting}.values() if self._has_its_share(it)}
             several = tuple(it for it in waiting if it.peer not in full) if full else tuple(waiting)
             if not several:

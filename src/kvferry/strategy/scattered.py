@@ -136,7 +136,6 @@ class Scattered:
         name = self._wire.connect(metadata)
         if before is None:
             self._offers[name] = Connection(found.digest, offer)
-            self.landing.peers = len(self._offers)
         return name
 
     def prepare(self, plan: Plan, source: int, peer: str) -> Prepared:
@@ -191,6 +190,8 @@ class Scattered:
         moves, held = (mapped.moves, mapped.held) if mapped else self.landing.scattering(detour.here, self._storages)
         out = Detoured("packed", peer, detour, moves, held, None, met, encoded, digest_of(encoded), mapped)
         self.landing.introduce(out)
+        if met.berths is None:
+            self.landing.peers.add(peer)
         return out
 
     def _staged(self, plan: Plan, source: int, peer: str) -> Detoured:
@@ -204,6 +205,7 @@ class Scattered:
         consumer = msgspec.structs.replace(detour.there.consumer, regions=(here,))
         there = msgspec.structs.replace(detour.there, consumer=consumer)
         moves, held = self.landing.scattering(detour.here, self._storages)
+        self.landing.peers.add(peer)
         return Detoured("staged", peer, detour, moves, held, self._wire.prepare(there, 0, peer))
 
     def _source(self, peer: str) -> Source:
@@ -405,7 +407,7 @@ class Scattered:
                 read.fail("its process has ended" if gone else "it was forgotten here")
                 self.landing.release(read)
         connection = self._offers.pop(peer, None)
-        self.landing.peers = len(self._offers)
+        self.landing.peers.discard(peer)
         if connection is not None:
             connection.gone = gone
         self._rates.pop(peer, None)

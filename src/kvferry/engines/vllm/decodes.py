@@ -17,7 +17,7 @@ from typing import Any
 
 from kvferry.engines.vllm.prompts import can_be_handed_over, is_told_by_tokens
 from kvferry.engines.vllm.seeking import Seeking
-from kvferry.errors import BadReferenceError, KVFerryError, SessionError
+from kvferry.errors import BadReferenceError, KVFerryError
 from kvferry.session import Courier, Meeting, Reference, from_params
 
 
@@ -107,7 +107,7 @@ class References:
         if decode.sought is None:
             met = self._courier.peer(sibling)
             if met is not None and not isinstance(met, str):
-                decode.sought = self.seek(request, sibling)
+                decode.sought = self._seeking.begin(sibling, self._named(request))
             elif met is not None:
                 decode.sibling, decode.reason = None, met
             return decode.sibling is None
@@ -117,11 +117,14 @@ class References:
         self._take_sought(request, decode, decode.sought)
         return True
 
-    def seek(self, request: Any, sibling: Reference) -> Future[Reference | None]:
-        """Ask the producer that gave another prompt's reference for this one's."""
-        if self._seeking is None:
-            raise SessionError("kv_role is kv_producer: this engine asks nobody for a prompt")
-        return self._seeking.begin(sibling, tuple(self._digests(request, len(request.prompt_token_ids) - 1)))
+    def seek_for_nobody(self, request: Any, sibling: Reference) -> Future[Reference | None] | None:
+        """For a request that has ended and came with another prompt's reference: its own is to be given back. None if so many
+        are sought already that this one is left to its lease's end."""
+        return self._seeking.begin_for_nobody(sibling, self._named(request)) if self._seeking is not None else None
+
+    def _named(self, request: Any) -> Callable[[], Sequence[str]]:
+        """What its producer may call a prompt; to be asked beside the engine."""
+        return lambda: tuple(self._digests(request, len(request.prompt_token_ids) - 1))
 
     def _take_sought(self, request: Any, decode: Decode, sought: Future[Reference | None]) -> None:
         try:

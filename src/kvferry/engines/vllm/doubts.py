@@ -37,14 +37,13 @@ class Doubts:
         while self._steps and not self._steps[0][1]:
             self._steps.popleft()
 
-    def hashed_too_soon(self, decode: Decode) -> Iterator[int]:
-        """Of a load that was lost in its step, all from where it was to be loaded on: not what was there before. And all that
-        requests were given since to compute, who may have looked at what was lost."""
-        if decode.reference is None or not decode.in_step:
-            return
-        start = decode.reference.tokens - decode.loaded
-        yield from self._from(start, decode.blocks)
-        for step, _ in self._steps:
+    def hashed_too_soon(self, lost: Sequence[Decode]) -> Iterator[int]:
+        """Of loads that were lost in their step, all from where they were to be loaded on: not what was there before. And all
+        that requests were given since to compute, who may have looked at what was lost."""
+        for decode in lost:
+            if decode.reference is not None:
+                yield from self._from(decode.reference.tokens - decode.loaded, decode.blocks)
+        for step, _ in self._steps if lost else ():
             for request in step.scheduled_new_reqs:
                 yield from self._from(request.num_computed_tokens, request.block_ids)
             for blocks in filter(None, step.scheduled_cached_reqs.new_block_ids):

@@ -430,13 +430,14 @@ class SchedulerHalf:
             self._learn(identity, seconds)
         failed = failed | report.failed
         loaded = tokens = in_step = 0
+        lost: list[Decode] = []
         for identity in received | report.ended:
             self._doubts.over(identity)
             decode = self._decodes.get(identity)
             if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
                 continue
             if identity in failed:
-                self._forget_hashes(self._doubts.hashed_too_soon(decode))
+                lost += [decode] if decode.in_step else []
                 decode.unhashable = frozenset()
                 self._unhashable.pop(identity, None)
                 if decode.reference is not None and self._courier is not None:
@@ -450,6 +451,7 @@ class SchedulerHalf:
             self._over(identity, decode, "failed" if identity in failed else "loaded")
             if abandoned:
                 self._forget(identity)
+        self._forget_hashes(self._doubts.hashed_too_soon(lost))
         self._doubts.settle()
         if loaded:
             self._stats.count("loaded", loaded)
@@ -478,10 +480,9 @@ class SchedulerHalf:
             return
         if decode.stage is Stage.WAITING:
             if decode.sibling is not None and self._courier is not None:
-                if decode.sought is None and not isinstance(self._courier.peer(decode.sibling), str):
-                    decode.sought = self._references.seek(request, decode.sibling)
-                if decode.sought is not None:
-                    give_back_when_found(decode.sought, identity, self._courier)
+                sought = decode.sought or self._references.seek_for_nobody(request, decode.sibling)
+                if sought is not None:
+                    give_back_when_found(sought, identity, self._courier)
             self._over(identity, decode, "finished before it was loaded")
         self._forget(identity)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import BoundedSemaphore
 from typing import Any, Final
 
 from kvferry.errors import KVFerryError, SessionError
@@ -15,6 +16,10 @@ from kvferry.session.key import Key
 logger = logging.getLogger("kvferry.vllm")
 
 SEEKERS: Final = 4
+FOR_NOBODY: Final = 64
+"""References that may be sought at a time only to be given back: what is not ends with its lease."""
+FOR_NOBODY_S: Final = 2.0
+"""How long each may take: whoever is silent for longer is gone, and its blocks with it."""
 
 
 class Seeking:
@@ -23,16 +28,26 @@ class Seeking:
     def __init__(self, key: Key | None, patience_s: float, closing: threading.Event) -> None:
         self._key, self._patience_s, self._closing = key, patience_s, closing
         self._seekers = ThreadPoolExecutor(SEEKERS, "kvferry-seeking")
+        self._cleaner = ThreadPoolExecutor(1, "kvferry-giving-back")
+        self._for_nobody = BoundedSemaphore(FOR_NOBODY)
 
-    def begin(self, sibling: Reference, digests: Sequence[str]) -> Future[Reference | None]:
-        return self._seekers.submit(self._seek, sibling, digests)
+    def begin(self, sibling: Reference, digests: Callable[[], Sequence[str]]) -> Future[Reference | None]:
+        return self._seekers.submit(self._seek, sibling, digests, self._patience_s)
 
-    def _seek(self, sibling: Reference, digests: Sequence[str]) -> Reference | None:
+    def begin_for_nobody(self, sibling: Reference, digests: Callable[[], Sequence[str]]) -> Future[Reference | None] | None:
+        """Where it holds up nobody who waits; None where too much is sought so already."""
+        if not self._for_nobody.acquire(blocking=False):
+            return None
+        found = self._cleaner.submit(self._seek, sibling, digests, min(FOR_NOBODY_S, self._patience_s))
+        found.add_done_callback(lambda _: self._for_nobody.release())
+        return found
+
+    def _seek(self, sibling: Reference, digests: Callable[[], Sequence[str]], patience_s: float) -> Reference | None:
         """What is found must be where the sibling is, and not be it: then the sibling was changed on its way."""
         try:
-            for wanted in digests:
+            for wanted in digests():
                 message = Seek(sibling.incarnation, sibling.lease, wanted)
-                found = seek(sibling.address, message, self._key, self._patience_s, self._closing)
+                found = seek(sibling.address, message, self._key, patience_s, self._closing)
                 if found is not None and key_of(found) == key_of(sibling) and found.lease != sibling.lease:
                     return found
         except KVFerryError:
@@ -43,7 +58,8 @@ class Seeking:
         return None
 
     def close(self) -> None:
-        self._seekers.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._seekers, self._cleaner):
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def give_back_when_found(sought: Future[Reference | None], identity: str, courier: Courier[Any]) -> None:

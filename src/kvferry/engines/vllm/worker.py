@@ -150,9 +150,7 @@ class WorkerHalf:
             self._words.live(lease)
         for peer in orders.forgotten:
             self._ferry.forget(peer)
-        for meeting in orders.meetings:
-            self._ferry.meet(meeting)
-        self._ferry.load(*orders.loads)
+        self._ferry.load(*orders.loads, meetings=orders.meetings)
         self._in_step.update((load.request, load) for load in orders.loads if load.in_step)
         self._refused.update(orders.refused)
 
