@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -91,6 +92,40 @@ def test_a_stopped_producer_leaves_a_slot_to_the_others():
     assert made.target.landing.free == made.target.landing.slots
 
 
+def test_who_waits_for_the_share_of_a_stopped_producer_fails_in_time_however_much_is_read_of_others():
+    made = world(wire=Ordered)
+    healthy = producer(made, "q")
+    theirs, others = made.prepare(), prepared(made, made.target, healthy)
+    stopped_on_the_wire(made, made.read(theirs))
+    waiting, began = made.read(), made.clock.now
+    many = 0
+    while waiting.state is State.RUNNING:
+        read = made.target.read(others, made.tiles)
+        while made.target.poll(read) is State.RUNNING:
+            made.clock.now += TICK_S
+            healthy.notifications()
+            made.target.poll(waiting)
+        assert read.state is State.DONE
+        made.target.release(read)
+        many += 1
+        made.clock.now += TICK_S
+        made.target.poll(waiting)
+    assert made.clock.now - began < 32
+    assert many > 5
+    assert f"what was read of {made.source.name} may still land" in waiting.error
+
+
+def test_who_only_polls_has_the_slots_of_a_producer_that_goes_on_back():
+    made = world(wire=Ordered)
+    prepared(made, made.target, producer(made, "q"))
+    stopped_on_the_wire(made, made.read())
+    read = made.read()
+    assert not read.flights
+    made.harbour.resume(made.source.name)
+    assert set(made.finish(read)) == {State.DONE}
+    assert made.right
+
+
 def test_a_producer_that_is_alone_may_have_all_slots():
     made = world(wire=Ordered)
     stopped_on_the_wire(made, made.read())
@@ -137,7 +172,7 @@ def test_where_there_is_no_other_way_the_peer_that_holds_the_slots_is_named():
     assert isinstance(read, DetouredRead)
     ended(made, read, healthy)
     assert read.state is State.FAILED
-    assert f"what was read of {made.source.name} may still land in all, until it goes on" in read.error
+    assert f"what was read of {made.source.name} may still land in those that there are" in read.error
     resumed(made)
     again = made.target.read(others, made.tiles)
     ended(made, again, healthy)
@@ -171,7 +206,8 @@ def test_a_short_load_behind_long_ones_ends_before_them_where_another_producer_i
 def test_producers_whose_rings_are_mapped_take_no_slots_and_no_share_of_them():
     made = world(maps=True)
     prepared(made, made.target, producer(made, "q", maps=True))
-    assert {*made.prepare().detours} == {"packed"}
+    made.target._settings = dataclasses.replace(made.target._settings, ways=("packed", "staged", "direct"))
+    assert {*made.prepare().detours} == {"packed", "staged"}
     assert made.target.landing.peers == set()
 
 
@@ -228,10 +264,15 @@ def test_who_has_asked_again_as_often_as_a_ticket_allows_asks_under_a_new_one():
     for flight in read.flights:
         flight.ticket += 7 * AGAIN
         assert flight.ticket <= MOST < flight.ticket + AGAIN
-    assert ended(made, read) >= AGAIN_S
-    assert read.state is State.DONE
+    made.clock.now += AGAIN_S + 30 / 6
+    made.target.poll(read)
+    made.target.poll(read)
+    assert {flight.ticket for flight in read.flights}.isdisjoint(tickets)
+    assert all(flight.ticket < AGAIN for flight in read.flights)
+    made.source.notifications()
+    assert len(made.source.gathering._orders) == len(read.flights)
+    assert made.finish(read) == [State.DONE]
     assert made.right
-    assert all(ticket < AGAIN for ticket in tickets)
 
 
 def test_a_plan_is_introduced_again_once_for_all_that_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):

@@ -86,6 +86,7 @@ class Asking:
         if source.seen < flight.after:
             return
         if flight.ticket > MOST - AGAIN:
+            self.freed(source, flight.ticket)
             ask = self._ask(read, flight, source)
         else:
             flight.asked_at, flight.ticket, flight.after = now, flight.ticket + AGAIN, 0

@@ -30,6 +30,7 @@ from kvferry.plan import Plan, Tiles
 from kvferry.plan.detour import Key, Pieces, tiles_here, tiles_there
 from kvferry.strategy.asking import Asking
 from kvferry.strategy.flights import Detoured, DetouredRead, Flight, Stage
+from kvferry.strategy.limbo import Limbo
 from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead
 from kvferry.strategy.movers import Mover
 from kvferry.strategy.moves import Moves, joined
@@ -72,7 +73,7 @@ class Landing:
         self.sources = Sources(wire, staging, boards, rings)
         self.peers: set[str] = set()
         self._slots = Slots(staging.sizes.landing)
-        self._limbo: list[tuple[Read, int]] = []
+        self._limbo = Limbo(wire, self._slots)
         self._running: dict[DetouredRead, None] = {}
         self._flying: dict[DetouredRead, None] = {}
         self._waiting: dict[Slots, dict[DetouredRead, None]] = {}
@@ -101,7 +102,7 @@ class Landing:
 
     @property
     def _usable(self) -> int:
-        return self._slots.count - len({slot for _, slot in self._limbo})
+        return self._slots.count - len(self._limbo)
 
     @property
     def _share(self) -> int:
@@ -113,8 +114,13 @@ class Landing:
         if self._share == self._slots.count or self._slots_of(read) is not self._slots:
             return False
         ours = (it for it in self._flying if it.peer == read.peer and self._slots_of(it) is self._slots)
-        kept = {slot for left, slot in self._limbo if left.peer == read.peer}
-        return sum(len(it.flights) for it in ours) + len(kept) >= self._share
+        return sum(len(it.flights) for it in ours) + self._limbo.of(read.peer) >= self._share
+
+    def _is_kept_out(self, read: DetouredRead) -> bool:
+        """Whether something may still land in every slot that it could have, whatever others do meanwhile."""
+        if not self._limbo or read.flights or self._slots_of(read) is not self._slots:
+            return False
+        return self._usable <= 0 or self._limbo.of(read.peer) >= self._share
 
     def borrow(self) -> int:
         """A slot for something else; `give_back` it."""
@@ -125,9 +131,9 @@ class Landing:
 
     def give_back(self, slot: int, kept: list[Read]) -> None:
         """Whatever is in `kept` may still land in the slot."""
-        if kept:
-            self._limbo += [(read, slot) for read in kept]
-        else:
+        for read in kept:
+            self._limbo.keep(read, slot)
+        if not kept:
             self._slots.give(slot)
 
     def require(self) -> None:
@@ -222,14 +228,15 @@ class Landing:
                 logger.exception("a read by way of staging failed unexpectedly")
                 read.fail(f"{type(error).__name__}: {error}")
         self._moved_at = max(self._moved_at, read.moved_at)
-        since = read.moved_at if read.flights else self._moved_at
+        kept_out = self._is_kept_out(read)
+        since = read.moved_at if read.flights or kept_out else self._moved_at
         if read.state is State.RUNNING and self._clock() - since > self._timeout_s:
             waiting = sum(flight.stage is Stage.ASKED for flight in read.flights)
             what = f"it has not gathered {waiting} pieces that it was asked for" if waiting else "nothing arrived"
             why = "it is stopped, overloaded or unreachable"
-            if not read.flights and self.is_stuck and self._slots_of(read) is self._slots:
-                others = ", ".join(sorted({kept.peer for kept, _ in self._limbo}))
-                what, why = "no slot to land in", f"what was read of {others} may still land in all, until it goes on or dies"
+            if kept_out:
+                what = "no slot to land in"
+                why = f"what was read of {self._limbo.peers} may still land in those that there are, until it goes on or dies"
             read.fail(f"{what} for {self._timeout_s:g} s: {why}")
         self._see_off(read)
 
@@ -246,7 +253,7 @@ class Landing:
         """As far as it goes without waiting: nowhere, where it waits for a slot and none is free. For what was asked for the
         board is looked at once."""
         if not read.flights and not read.pieces.over:
-            if self._limbo and not self._slots_of(read).free:
+            if self._limbo and (not self._slots_of(read).free or self._has_its_share(read)):
                 self.tidy()
             if not self._slots_of(read).free or self._has_its_share(read):
                 return
@@ -462,7 +469,7 @@ class Landing:
             elif flight.read is None:
                 slots.give(flight.slot)
             else:
-                self._limbo.append((flight.read, flight.slot))
+                self._limbo.keep(flight.read, flight.slot)
             read.flights.remove(flight)
         if tickets and source is not None and not source.dropped:
             try:
@@ -478,13 +485,7 @@ class Landing:
 
     def tidy(self) -> None:
         """Take back slots and notes that nothing can land in any more."""
-        if self._limbo:
-            reads = {id(read): read for read, _ in self._limbo}
-            held = {key for key, read in reads.items() if not self._wire.release(read)}
-            kept = [(read, slot) for read, slot in self._limbo if id(read) in held]
-            for slot in {slot for _, slot in self._limbo} - {slot for _, slot in kept}:
-                self._slots.give(slot)
-            self._limbo = kept
+        self._limbo.tidy()
         self.sources.tidy()
 
     def telemetry(self, read: DetouredRead) -> Telemetry:

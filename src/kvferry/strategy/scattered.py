@@ -161,6 +161,8 @@ class Scattered:
             except (TransportError, DecodeError) as error:
                 self._say(f"what is read of peer {peer} cannot go {way} ({error})")
                 reasons.append(f"nor can it go {way}: {error}")
+        if detours and all(found.mapped is None for found in detours.values()):
+            self.landing.peers.add(peer)
         if detours and "direct" not in self._settings.ways:
             direct = None
         if direct is None and not detours:
@@ -190,8 +192,6 @@ class Scattered:
         moves, held = (mapped.moves, mapped.held) if mapped else self.landing.scattering(detour.here, self._storages)
         out = Detoured("packed", peer, detour, moves, held, None, met, encoded, digest_of(encoded), mapped)
         self.landing.introduce(out)
-        if met.berths is None:
-            self.landing.peers.add(peer)
         return out
 
     def _staged(self, plan: Plan, source: int, peer: str) -> Detoured:
@@ -205,7 +205,6 @@ class Scattered:
         consumer = msgspec.structs.replace(detour.there.consumer, regions=(here,))
         there = msgspec.structs.replace(detour.there, consumer=consumer)
         moves, held = self.landing.scattering(detour.here, self._storages)
-        self.landing.peers.add(peer)
         return Detoured("staged", peer, detour, moves, held, self._wire.prepare(there, 0, peer))
 
     def _source(self, peer: str) -> Source:
