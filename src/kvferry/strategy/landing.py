@@ -97,7 +97,7 @@ class Landing:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether something may still land in every slot that was given up."""
+        """Whether something that was given up may still land in every slot."""
         return bool(self._limbo) and self._usable <= 0
 
     @property
