@@ -305,7 +305,8 @@ def a_run(arm: str, start: int, factor: float, mode: str = "eager", **changes: o
     rows.append(Row("decode", "scattered", 257, {"idle": [5.0, 5.0], "loaded": [5 * factor, 6 * factor, 60 * factor]}))
     rows += [Row("busy", "scattered", n, {"ttft": [2 * n * factor]}, scatter=0.97) for n in (257, 1025)]
     rows.append(Row("prefill", "scattered", 257, {"alone": [1000.0], "read": [1000.0 / factor], "hits": [990.0]}))
-    rows.append(Row("prefill", "scattered", 1025, {"alone": [1000.0], "read": [980.0], "hits": [990.0]}))
+    beside = {"decoding": [500.0], "read while decoding": [495.0]}
+    rows.append(Row("prefill", "scattered", 1025, {"alone": [1000.0], "read": [980.0], "hits": [990.0], **beside}))
     connector = ARMS[arm].connector
     configured = json.loads(connector.flag()) if connector else {}
     run = Run(arm, mode, start, 16, configured, {"start": 5.0}, rows, {"257 a": [1, 2], "257 b": [3, 4]}, complete=True)
@@ -345,6 +346,7 @@ def test_what_is_handed_to_a_decode_engine_that_decodes_and_long_prompts_beside_
     assert shown(a_record(), "P's prefill, prompts of 1,025 being read ÷ D not reading").values["stock"] == pytest.approx(
         98 / 99
     )
+    assert shown(a_record(), "P's prefill, prompts of 1,025 being read, D decoding ÷ D not reading").values["stock"] == 0.99
 
 
 def test_only_longer_prompts_than_the_short_ones_are_read_beside_prefill_too():

@@ -68,6 +68,9 @@ def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_ali
         assert loads.sums.get(OTHER, 0) > -0.1, "nothing is counted twice"
         (busy,) = [it for row in run.rows if row.name == "busy" for it in row.traces if (it.side, it.during) == ("D", "loads")]
         assert busy.sums["running"] > 3 * busy.steps, "others are decoded for meanwhile"
+    for row in ferried.rows:
+        if row.name == "prefill":
+            assert {"alone", "read", "hits", "decoding", "read while decoding"} <= row.samples.keys()
     (fresh,) = [row for row in ferried.rows if (row.name, row.order) == ("alone", "consecutive")]
     assert fresh.runs < fresh.blocks / 2
     assert all(row.moved_bytes == row.from_peer == 0 for row in floor.rows)

@@ -240,8 +240,9 @@ class Measuring:
 
     async def _prefill(self) -> None:
         """P's prompt tokens a second: alone, while D reads from it, and while D computes the same without reading. The last
-        tells what two engines that share a device take from each other anyway. D reads about as many tokens as P prefills
-        meanwhile, in short prompts and in long ones, of which it computes little."""
+        tells what two engines that share a device take from each other anyway; so does P's speed beside a D that decodes for
+        others, as one in a cluster does: what it computes of what it reads then joins steps that it takes anyway. D reads about
+        as many tokens as P prefills meanwhile, in short prompts and in long ones, of which it computes little."""
         settings = self.settings
         for tokens in read_lengths(settings):
             many = -(-settings.prefills * settings.at_once_length // tokens)
@@ -262,16 +263,31 @@ class Measuring:
                 _add(row, "alone", prefilled / alone)
                 if asking.alone:
                     continue
-                names = [asking.name(PREFILL, SHUFFLED, tokens, turn, i) for i in range(many)]
-                row.requests += names
-                loads = await self._prefilled(names, read, 1)
-                seconds, found = await self._prefills_beside(f"read-{tokens}-{turn}", loads, alone / many)
+                names, seconds, _ = await self._prefills_read(row, "read", read, turn, alone)
                 _add(row, "read", prefilled / seconds)
-                row.samples.setdefault("ttft", []).extend(_ms(it.first) for it in found)
                 if settings.prefix_caching:
                     hits = [(f"{name}-hit", body(prompt, 1, stream=True)) for name, prompt in zip(names, read, strict=True)]
                     seconds, _ = await self._prefills_beside(f"hits-{tokens}-{turn}", hits, alone / many)
                     _add(row, "hits", prefilled / seconds)
+                async with asking.beside(f"{PREFILL}-{tokens}-{turn}") as beside:
+                    await asyncio.sleep(SETTLE_S)
+                    alone = await self._prefills(f"decoding-{tokens}-{turn}")
+                    _add(row, "decoding", prefilled / alone)
+                    _, seconds, last = await self._prefills_read(row, "read-decoding", read, turn, alone)
+                    _add(row, "read while decoding", prefilled / seconds)
+                    if any(it.marks[-1] < last for it in beside):
+                        row.void = ENDED_BESIDE
+
+    async def _prefills_read(
+        self, row: Row, tag: str, read: Sequence[Prompt], turn: int, alone: float
+    ) -> tuple[list[str], float, float]:
+        """What D was asked to read, the seconds that P's prefill took meanwhile, and when D was asked for the last time."""
+        names = [self._asking.name(PREFILL, SHUFFLED, row.tokens, tag, turn, i) for i in range(len(read))]
+        row.requests += names
+        loads = await self._prefilled(names, read, 1)
+        seconds, found = await self._prefills_beside(f"{tag}-{row.tokens}-{turn}", loads, alone / len(read))
+        row.samples.setdefault("ttft", []).extend(_ms(it.first) for it in found)
+        return names, seconds, max(it.sent for it in found)
 
     async def _prefills(self, tag: str) -> float:
         """Seconds until P has answered as many new prompts as settings say, all sent at once."""

@@ -88,6 +88,8 @@ def figures(settings: Settings) -> list[Figure]:
         read, title = (PREFILL, SHUFFLED, n), f"P's prefill, prompts of {n:,} being read"
         out.append(Figure(f"{title} ÷ alone", "", read, "read", P50, ("alone", P50), more_is_better=True))
         out.append(Figure(f"{title} ÷ D not reading", "", read, "read", P50, ("hits", P50), more_is_better=True))
+        decoding = f"{title}, D decoding ÷ D not reading"
+        out.append(Figure(decoding, "", read, "read while decoding", P50, ("decoding", P50), more_is_better=True))
     return out
 
 
