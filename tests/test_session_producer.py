@@ -141,6 +141,13 @@ class Leases(RuleBasedStateMachine):
         self.producer.receive(wrong, self.now)
         self.producer.receive(Renew(wrong.incarnation, (wrong.lease,)), self.now)
 
+    @rule()
+    def the_cache_is_reset(self) -> None:
+        held = self.of(OPEN, PUBLISHED)
+        for lease in held:
+            self.end(lease, "aborted" if lease.stage == OPEN else "reset")
+        assert self.producer.reset() == (not self.of(CLOSING))
+
     @rule(passed=st.sampled_from([0.0, 1.0, 4.0, LEASE_S]))
     def time_passes(self, passed: float) -> None:
         self.now += passed
@@ -254,6 +261,38 @@ def test_an_aborted_request_frees_its_slot_at_once_and_its_successor_has_another
     assert first is not None
     assert second is not None
     assert (second.slot, second.generation != first.generation) == (first.slot, True)
+
+
+def test_what_is_published_ends_at_a_reset_which_is_over_once_its_word_is_dead_on_every_rank():
+    producer = Producer("this", 2, LEASE_S)
+    lease = producer.open("a")
+    assert lease is not None
+    producer.publish("a", 0.0)
+    assert not producer.reset()
+    assert not producer.reset()
+    assert not producer.stands("this", lease)
+    producer.receive(Renew("this", (lease,)), 1.0)
+    producer.receive(Release("this", lease, "reader"), 1.0)
+    producer.expire(2 * LEASE_S)
+    assert [(c.request, c.lease, c.ending) for c in producer.take_closing()] == [("a", lease, Ending.RESET)]
+    assert len(producer) == 1
+    producer.closed("a")
+    assert producer.reset()
+    assert producer.take_closing() == ()
+
+
+def test_what_is_under_way_at_a_reset_is_not_published_unless_it_is_opened_anew():
+    producer = Producer("this", 1, LEASE_S)
+    first = producer.open("a")
+    assert producer.take_opened() == (first,)
+    assert producer.reset()
+    with pytest.raises(SessionError, match="a has no open lease"):
+        producer.publish("a", 0.0)
+    second = producer.open("a")
+    assert second not in (None, first)
+    assert [(c.lease, c.ending) for c in producer.take_closing()] == [(first, Ending.ABORTED)]
+    assert producer.take_opened() == (second,)
+    assert producer.publish("a", 0.0) == second
 
 
 def test_generations_of_two_starts_are_apart():

@@ -90,6 +90,22 @@ class TestSiblings:
         siblings.ended(again.lease)
         assert not siblings._by_lease
 
+    def test_what_was_published_before_all_ended_is_neither_found_nor_shared(self) -> None:
+        siblings = Siblings()
+        one, other = reference("0_cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "other", 2)
+        siblings.published(one, ["cmpl-1-2-cccccccc"])
+        siblings.published(other, ())
+        siblings.forget()
+        assert siblings.find(one.lease, "other") is None
+        assert siblings.twin("1_cmpl-1-0-aaaaaaaa", "one") is None
+        assert siblings.twin("cmpl-1-2-cccccccc", "one") is None
+        assert siblings.leases(["cmpl-1-2-cccccccc"]) == ()
+        again = reference("cmpl-1-2-cccccccc", "third", 3)
+        siblings.published(again, ())
+        siblings.ended(one.lease)
+        siblings.ended(other.lease)
+        assert siblings.find(again.lease, "third") == again
+
     def test_one_lease_does_for_all_answers_and_for_parts_that_were_awaited(self) -> None:
         siblings = Siblings()
         siblings.published(reference("0_cmpl-1-0-aaaaaaaa", "one", 1), ["cmpl-1-1-bbbbbbbb"])

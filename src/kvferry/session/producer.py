@@ -1,7 +1,7 @@
 """The producer's leases, sans I/O: who may still read which request's blocks, and when they are given up.
 
     open ──> published ──> closing ──> closed (the slot is free again)
-      └──────────────────────┘ an aborted request closes without having been published
+      └──────────────────────┘ a request that is aborted, or under way at a reset, closes without having been published
 
 A slot's word goes live on every rank when its lease opens, before any reference can name it. It is dead on every rank before
 a block is freed: the engine frees only once `closed` was said of every rank. Times are the caller's.
@@ -27,11 +27,13 @@ class Ending(Enum):
     RELEASED = "released"
     EXPIRED = "expired"
     ABORTED = "aborted"
+    RESET = "reset"
 
 
 @dataclass(frozen=True)
 class Closing:
-    """A word to kill on every rank; after that the engine frees the blocks of `request`, unless it was aborted."""
+    """A word to kill on every rank; after that the engine frees the blocks of `request`, unless it was aborted: then they
+    were never kept for anybody."""
 
     request: str
     lease: Lease
@@ -81,7 +83,7 @@ class Producer:
         """The request's blocks may be read from now on, until it is released or its time is up."""
         held = self._held.get(request)
         if held is None or held.closing:
-            raise SessionError(f"request {request} has no open lease")
+            raise SessionError(f"request {request} has no open lease: none was free, or the cache was reset since it began")
         held.last = now + self.most_s
         held.deadline = min(now + self.lease_s, held.last)
         return held.lease
@@ -92,6 +94,16 @@ class Producer:
         if held is not None and held.deadline is None and not held.closing:
             self._close(held, Ending.ABORTED)
             self.closed(request)
+
+    def reset(self) -> bool:
+        """Nothing that was computed until now is handed over any more: published leases end, and open ones are gone at once,
+        since nobody knows them; a request that is computed anew opens another. Whether nothing of it can be read any more:
+        that is so once every rank has killed the words."""
+        for held in list(self._held.values()):
+            self.abort(held.request)
+            if not held.closing:
+                self._close(held, Ending.RESET)
+        return not self._held
 
     def receive(self, message: Renew | Release, now: float) -> None:
         """A consumer's word on its leases; what names another start, or a lease that has ended, changes nothing."""

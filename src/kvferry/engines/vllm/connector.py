@@ -181,6 +181,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, block_ids)
 
+    def reset_cache(self) -> bool:
+        """After weights were replaced, say. False while something of before may still be read, or is being loaded: vLLM says so
+        to whoever asked, who asks again."""
+        return self.scheduler.reset()
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
         return FerryStats(data=data or {})

@@ -52,6 +52,11 @@ class Decode:
     loaded: int = 0
     unhashable: frozenset[int] = frozenset()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether ranks read, or are about to."""
+        return self.stage in (Stage.LOADING, Stage.ABANDONED)
+
 
 class References:
     """Finds out what requests are loaded by. A prompt may go by any of its `digests`; no reference covers more than `longest`

@@ -112,6 +112,11 @@ class Prefills:
             if leases:
                 self._producer.receive(Renew(self._origin.incarnation, leases), now)
 
+    def reset(self) -> bool:
+        """What is computed from now on may be handed over, and nothing of before. Whether that can be read no more."""
+        self._siblings.forget()
+        return self._producer.reset()
+
     def find(self, message: Seek) -> Reference | None:
         """Beside the engine."""
         ours = message.incarnation == self._origin.incarnation

@@ -16,14 +16,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from kvferry.engines.vllm.cargo import Orders, RankCard, Report
+from kvferry.engines.vllm.cargo import Orders, Pending, RankCard, Report
 from kvferry.engines.vllm.decodes import Decode, References, Stage
 from kvferry.engines.vllm.doubts import Doubts
 from kvferry.engines.vllm.drafters import without_other_drafters
@@ -64,15 +63,6 @@ READ_A_STEP = 8
 LINGER_S = 1.0
 """How long a lease is kept for other parts of a request than the one that has loaded. They come one after the other, and the
 first may be over before the last is there."""
-
-
-@dataclass
-class _Pending:
-    """Orders since the last step."""
-
-    meetings: list[Meeting] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
 
 
 class SchedulerHalf:
@@ -118,7 +108,7 @@ class SchedulerHalf:
         self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
         self._leaving: set[PeerKey] = set()
-        self._pending = _Pending()
+        self._pending = Pending()
         self._doubts = Doubts(self._groups)
         self.can_undo, self._ahead = may_hurry(config, kv_cache_config), looks_ahead(config)
         self._grace_s = grace_s(kv_cache_config)
@@ -350,11 +340,7 @@ class SchedulerHalf:
 
     def overwritten(self) -> set[int]:
         """Blocks that loads in the coming step write whole, so that vLLM must not zero them: it would do that later."""
-        out: set[int] = set()
-        for load in self._pending.loads:
-            for table in load.dst.values() if load.in_step else ():
-                out.update(table if isinstance(table, list) else (table,))
-        return out
+        return self._pending.overwritten()
 
     def orders(self, step: Any, first: Iterable[str]) -> Orders:
         """For a step that has been put together, and for some of whose requests it is the `first` one."""
@@ -362,7 +348,7 @@ class SchedulerHalf:
         idle = not computed
         heard = self._listener.take() if self._listener is not None else ()
         closing, opened = self._prefills.turn(heard, self._clock())
-        pending, self._pending = self._pending, _Pending()
+        pending, self._pending = self._pending, Pending()
         self._doubts.ordered(step, (load.request for load in pending.loads if load.in_step))
         self._haste.new_step(idle)
         self._firsts.begin(idle, self._with_first_tokens(computed, first))
@@ -403,7 +389,7 @@ class SchedulerHalf:
         used = {
             key_of(decode.reference)
             for decode in self._decodes.values()
-            if decode.reference is not None and decode.stage in (Stage.LOADING, Stage.ABANDONED)
+            if decode.reference is not None and decode.is_under_way
         }
         self._leaving, gone = gone & used, gone - used
         self._announced -= gone
@@ -434,7 +420,7 @@ class SchedulerHalf:
         for identity in received | report.ended:
             self._doubts.over(identity)
             decode = self._decodes.get(identity)
-            if decode is None or decode.stage not in (Stage.LOADING, Stage.ABANDONED):
+            if decode is None or not decode.is_under_way:
                 continue
             if identity in failed:
                 lost += [decode] if decode.in_step else []
@@ -485,6 +471,15 @@ class SchedulerHalf:
                     give_back_when_found(sought, identity, self._courier)
             self._over(identity, decode, "finished before it was loaded")
         self._forget(identity)
+
+    def reset(self) -> bool:
+        """Nothing of what the cache holds now is handed over any more. True once nothing of it can be read and nothing is being
+        loaded; steps are made until then, for the sake of what is kept."""
+        over, loads = self._prefills.reset(), sum(decode.is_under_way for decode in self._decodes.values())
+        if not over or loads:
+            ending = len(self._producer)
+            logger.info("the cache is not reset yet: %d leases end, %d loads are under way; ask again", ending, loads)
+        return over and not loads
 
     def stats(self) -> FerryStats | None:
         return self._stats.take()

@@ -74,6 +74,12 @@ class Siblings:
                 for one in family.leases:
                     del self._by_lease[one]
 
+    def forget(self) -> None:
+        """All have ended."""
+        with self._lock:
+            self._families.clear()
+            self._by_lease.clear()
+
     def twin(self, request: str, digest: str) -> Reference | None:
         """What was published of the same prompt for a part of the same request: one lease does for both."""
         with self._lock:

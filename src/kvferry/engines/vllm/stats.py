@@ -10,7 +10,7 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 OUTCOMES: Final = ("loaded", "refused", "failed", "nothing")
-ENDINGS: Final = ("released", "expired", "aborted")
+ENDINGS: Final = ("released", "expired", "aborted", "reset")
 
 COUNTERS: Final = {
     "tokens": ("kvferry_tokens_loaded", "Prompt tokens that came from a producer."),
