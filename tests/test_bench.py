@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from kvferry.bench import bind, handshake, measure, page, strategies, transfer
 from kvferry.bench.case import Case, placed
 from kvferry.bench.child import child
-from kvferry.bench.machine import this_machine
+from kvferry.bench.machine import Machine, Record, this_machine
 from kvferry.bench.memory import pattern
 from kvferry.bench.plot import Bar, svg
 from kvferry.bench.scatters import SCATTERS, cells
@@ -378,13 +379,35 @@ def test_strategies_are_shown_kept_and_drawn(nixl, tmp_path):
     drawn = tmp_path / "heat.svg"
     shown = kvferry("bench", "strategies", "--add", str(tmp_path / "kept.json"), "--plot", str(drawn))
     assert shown.returncode == 0, shown.stderr
-    for word in ("token-major", "packed", "staged", "stock", "right", "the choice is within"):
+    for word in (
+        "token-major",
+        "packed",
+        "staged",
+        "stock",
+        "right",
+        "the choice is within",
+        f"Python {platform.python_version()}",
+    ):
         assert word in shown.stdout
+    again = CliRunner().invoke(app, ["bench", "strategies", *["--add", str(tmp_path / "kept.json")] * 2, "--json"])
+    assert json.loads(again.stdout)["results"] == 2 * json.loads(kept.stdout)["results"]
     rectangles = ET.parse(drawn).getroot().findall("{http://www.w3.org/2000/svg}rect")
     assert len(rectangles) == 1 + 3 * len(strategies.HOST_WAYS) + 1
 
 
 KEPT = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*/strategies/*.json"))
+
+
+def test_strategies_of_two_machines_are_not_shown_together(tmp_path):
+    paths = []
+    for cores in (2, 16):
+        cell = strategies.Cell("a", 1, "dram", 1, 1, {"direct": 2.0}, {"direct": 1.0}, "direct", True, 0.1, "a path", 2.0)
+        paths.append(tmp_path / f"{cores}.json")
+        machine = Machine("a processor", cores, 8.0, "6.1", "3.11", {})
+        paths[-1].write_bytes(msgspec.json.encode(Record("strategies", machine, 1, [cell])))
+    said = kvferry("bench", "strategies", "--add", str(paths[0]), "--add", str(paths[1]))
+    assert said.returncode == 2
+    assert "measured on two machines: 2 cores" in said.stderr
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.stem)

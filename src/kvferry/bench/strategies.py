@@ -96,7 +96,7 @@ class Cell(Struct, frozen=True):
         return self.took / self.best if self.took < math.inf else math.inf
 
 
-class Measured(Struct, frozen=True):
+class Measured(Record, frozen=True):
     """What `--json` writes, as it is read again."""
 
     results: tuple[Cell, ...]

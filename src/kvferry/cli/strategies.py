@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvferry.bench import calibrate, heat, page, strategies
 from kvferry.bench.case import MemoryKind
-from kvferry.bench.machine import Record, this_machine
+from kvferry.bench.machine import this_machine
 from kvferry.bench.memory import device_name
 from kvferry.bench.scatters import TOKENS, cells
 from kvferry.bench.strategies import Cell, Measured
@@ -42,13 +42,14 @@ def strategies_command(
     ] = strategies.REPEATS,
     limit_s: Annotated[float, typer.Option(help="What would take longer is not measured.")] = strategies.LIMIT_S,
     as_json: Json = False,
-    add: Annotated[Path | None, typer.Option(help="Show what --json wrote before, and measure nothing.")] = None,
+    add: Annotated[
+        list[Path] | None, typer.Option(help="Show what --json wrote before, and measure nothing; may be repeated.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the heat map as an SVG file.")] = None,
 ) -> None:
     """Move scattered bytes by every strategy between two processes, compare every byte, and judge the automatic choice."""
-    if add is not None:
-        found = _read(add)
-        record = None
+    if add:
+        record = _merged([_read(path) for path in add])
     else:
         chosen = cells(_tokens(tokens), only, _within(layers, 0, 1024, "--layers"))
         kind = _memory(memory)
@@ -57,7 +58,8 @@ def strategies_command(
         with _progress(len(chosen)) as progress:
             bar = progress.add_task("", total=len(chosen))
             found = strategies.run(chosen, kind, repeats, staging, limit_s, lambda cell: progress.advance(bar))
-        record = Record("strategies", this_machine(device_name(kind)), repeats, found)
+        record = Measured("strategies", this_machine(device_name(kind)), repeats, tuple(found))
+    found = list(record.results)
     columns = list(dict.fromkeys(way for cell in found for way in cell.seconds))
     if plot is not None:
         rows = [
@@ -73,10 +75,10 @@ def strategies_command(
             plot.write_text(heat.svg(f"Scattered bytes by strategy, {found[0].memory}", columns, rows), encoding="utf-8")
         except OSError as error:
             raise BenchError(f"--plot {plot}: cannot be written: {error.strerror}") from None
-    if as_json and record is not None:
+    if as_json:
         show_json(record)
         return
-    show([_table(found, columns), strategies.verdict(found), Text(page.described(record.machine) if record else str(add))])
+    show([_table(found, columns), strategies.verdict(found), Text(page.described(record.machine))])
 
 
 def calibrate_command(memory: Memory = "dram", staging: Staging = BUDGET, as_json: Json = False) -> None:
@@ -144,14 +146,24 @@ def _missing(cell: Cell, way: str) -> str:
     return "" if way == strategies.STOCK and cell.stock_remark != "too long" else "too long"
 
 
-def _read(path: Path) -> list[Cell]:
+def _read(path: Path) -> Measured:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Measured)
     except (OSError, msgspec.MsgspecError) as error:
         raise BenchError(f"--add {path}: not what `bench strategies --json` writes: {error}") from None
     if not found.results:
         raise BenchError(f"--add {path}: has no results")
-    return list(found.results)
+    return found
+
+
+def _merged(records: list[Measured]) -> Measured:
+    """Of one machine: times of several tell nothing about each other."""
+    first, *others = records
+    for other in others:
+        if other.machine != first.machine:
+            here, there = page.described(first.machine), page.described(other.machine)
+            raise BenchError(f"--add: these were measured on two machines: {here}; and {there}")
+    return msgspec.structs.replace(first, results=tuple(cell for record in records for cell in record.results))
 
 
 def _progress(count: int) -> Progress:
