@@ -298,9 +298,10 @@ def test_metrics_are_read_with_their_labels():
 
 def a_run(arm: str, start: int, factor: float, mode: str = "eager", **changes: object) -> Run:
     """A start in which everything takes `factor` times as long."""
-    rows = [Row("first", "consecutive", 257, {"ttft": [30.0 * factor]})]
+    rows = [Row("first", "consecutive", 257, {"ttft": [30.0 * factor], "in the engine": [20.0]})]
     for order in ("consecutive", "scattered"):
-        rows += [Row("alone", order, n, {"ttft": [n * factor, n * factor + 2]}, scatter=0.97) for n in (257, 1025)]
+        samples = {n: {"ttft": [n * factor, n * factor + 2], "in the engine": [n / 16]} for n in (257, 1025)}
+        rows += [Row("alone", order, n, it, scatter=0.97) for n, it in samples.items()]
     rows.append(Row("at-once", "scattered", 257, {"ttft": [10 * factor, 20 * factor, 30 * factor, 40 * factor]}))
     rows.append(Row("decode", "scattered", 257, {"idle": [5.0, 5.0], "loaded": [5 * factor, 6 * factor, 60 * factor]}))
     rows += [Row("busy", "scattered", n, {"ttft": [2 * n * factor]}, scatter=0.97) for n in (257, 1025)]
@@ -353,6 +354,11 @@ def test_only_longer_prompts_than_the_short_ones_are_read_beside_prefill_too():
     assert read_lengths(SETTINGS) == (257, 1025)
     assert read_lengths(replace(SETTINGS, lengths=(1025, 129))) == (257, 1025)
     assert read_lengths(replace(SETTINGS, at_once_length=4097)) == (4097,)
+
+
+def test_the_first_request_is_compared_with_later_ones_with_and_without_the_api_servers():
+    assert shown(a_record(), "first request ÷ later ones").starts["none"][0] == 30 / 258
+    assert shown(a_record(), "first request ÷ later ones, in D's engine").values["none"] == 20 / (257 / 16)
 
 
 def test_percentiles_and_the_worst_step_come_from_all_samples():

@@ -20,6 +20,9 @@ from kvferry.fleet.connectors import OURS, STOCK, Connector
 FLOOR: Final = ("none", "none-64")
 """Engines alone: what they take is what everybody takes, at the better of two block sizes."""
 
+IN_ENGINE: Final = "in the engine"
+"""Samples that leave out what API servers take."""
+
 P50, P90, P99, WORST = 0.5, 0.9, 0.99, 1.0
 _SHARES: Final = {P50: "p50", P90: "p90", P99: "p99", WORST: "worst"}
 
@@ -55,22 +58,23 @@ def _share(row: Row | None, sample: str, share: float) -> float | None:
 
 def figures(settings: Settings) -> list[Figure]:
     many = f"{settings.at_once} × {settings.at_once_length:,}"
-    out = [_ttft(f"first request, {settings.lengths[0]:,} tokens", (FIRST, CONSECUTIVE, settings.lengths[0]))]
+    start, longest = settings.lengths[0], settings.lengths[-1]
+    first, later = (FIRST, CONSECUTIVE, start), (ALONE, CONSECUTIVE, start)
+    out = []
+    for sample, told in (("ttft", ""), (IN_ENGINE, ", in D's engine")):
+        out.append(Figure(f"first request, {start:,} tokens{told}", "ms", first, sample))
+        out.append(Figure(f"first request ÷ later ones{told}", "", first, sample, over=(sample, P50), over_row=later))
     for name, order, told in ((ALONE, CONSECUTIVE, ""), (ALONE, SHUFFLED, ""), (BUSY, SHUFFLED, ", D decoding")):
         for n in settings.lengths:
             out.append(_ttft(f"{n:,} tokens, {order}{told}", (name, order, n)))
-            out.append(Figure(f"{n:,} tokens, {order}{told}, in D's engine", "ms", (name, order, n), "in the engine"))
-    start, longest = settings.lengths[0], settings.lengths[-1]
-    out.append(
-        Figure("first request ÷ later ones", "", out[0].row, "ttft", over=("ttft", P50), over_row=(ALONE, CONSECUTIVE, start))
-    )
+            out.append(Figure(f"{n:,} tokens, {order}{told}, in D's engine", "ms", (name, order, n), IN_ENGINE))
     scattered, fresh = (ALONE, SHUFFLED, longest), (ALONE, CONSECUTIVE, longest)
     out.append(
         Figure(f"{longest:,} tokens, scattered ÷ consecutive", "", scattered, "ttft", over=("ttft", P50), over_row=fresh)
     )
     loads = (AT_ONCE, SHUFFLED, settings.at_once_length)
     out += [_ttft(f"{many} at once, {_SHARES[share]}", loads, share) for share in (P50, P90, P99)]
-    out.append(Figure(f"{many} at once, in D's engine, p50", "ms", loads, "in the engine"))
+    out.append(Figure(f"{many} at once, in D's engine, p50", "ms", loads, IN_ENGINE))
     beside = (DECODE, SHUFFLED, settings.at_once_length)
     for sample, title, shares in (("idle", "idle", (P50, P99)), ("loaded", "during the loads", (P50, P99, WORST))):
         out += [Figure(f"decode step, {title}, {_SHARES[share]}", "ms", beside, sample, share) for share in shares]
