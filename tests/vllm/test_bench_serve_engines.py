@@ -71,6 +71,7 @@ def test_a_floor_and_a_connector_are_measured_on_scattered_blocks_and_answer_ali
     for row in ferried.rows:
         if row.name == "prefill":
             assert {"alone", "read", "hits", "decoding", "read while decoding"} <= row.samples.keys()
+            assert len(row.samples["ttft, read"]) == len(row.samples["ttft, read-decoding"]) == len(row.requests) / 2
     (fresh,) = [row for row in ferried.rows if (row.name, row.order) == ("alone", "consecutive")]
     assert fresh.runs < fresh.blocks / 2
     assert all(row.moved_bytes == row.from_peer == 0 for row in floor.rows)

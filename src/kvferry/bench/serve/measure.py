@@ -39,6 +39,9 @@ ROWS: Final = (FIRST, CONSECUTIVE, SHUFFLED, BUSY, AT_ONCE, PREFILL, RATE, ANSWE
 IN_TURNS: Final = "in-turns"
 """In place of the second and third, where they are to be compared with each other: both orders of blocks by turns."""
 
+IN_ENGINE: Final = "in the engine"
+"""First tokens as D's engine saw them, without what API servers take."""
+
 SETTLE_S: Final = 0.3
 COUNTED_S: Final = 8.0
 ANSWERED: Final = 4
@@ -286,7 +289,7 @@ class Measuring:
         row.requests += names
         loads = await self._prefilled(names, read, 1)
         seconds, found = await self._prefills_beside(f"{tag}-{row.tokens}-{turn}", loads, alone / len(read))
-        row.samples.setdefault("ttft", []).extend(_ms(it.first) for it in found)
+        row.samples.setdefault(f"ttft, {tag}", []).extend(_ms(it.first) for it in found)
         return names, seconds, max(it.sent for it in found)
 
     async def _prefills(self, tag: str) -> float:
@@ -346,7 +349,7 @@ class Measuring:
             here = self._asking.consumer.held
             first = [_ms(here[name].first_s) for name in row.requests if name in here]
             if first:
-                row.samples["in the engine"] = first
+                row.samples[IN_ENGINE] = first
             row.void = row.void or self._void(row, found)
         loads = self.run.row((AT_ONCE, SHUFFLED, self.settings.at_once_length))
         for row in self.run.rows:

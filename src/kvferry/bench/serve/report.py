@@ -11,7 +11,19 @@ from msgspec import Struct
 
 from kvferry.bench.machine import Machine
 from kvferry.bench.plot import Bar
-from kvferry.bench.serve.measure import ALONE, AT_ONCE, BUSY, CONSECUTIVE, DECODE, FIRST, PREFILL, RATE, SHUFFLED, read_lengths
+from kvferry.bench.serve.measure import (
+    ALONE,
+    AT_ONCE,
+    BUSY,
+    CONSECUTIVE,
+    DECODE,
+    FIRST,
+    IN_ENGINE,
+    PREFILL,
+    RATE,
+    SHUFFLED,
+    read_lengths,
+)
 from kvferry.bench.serve.result import Record, Row, Run, Settings
 from kvferry.bench.serve.stats import percentile
 from kvferry.bench.serve.trace import Steps, steps
@@ -19,9 +31,6 @@ from kvferry.fleet.connectors import OURS, STOCK, Connector
 
 FLOOR: Final = ("none", "none-64")
 """Engines alone: what they take is what everybody takes, at the better of two block sizes."""
-
-IN_ENGINE: Final = "in the engine"
-"""Samples that leave out what API servers take."""
 
 P50, P90, P99, WORST = 0.5, 0.9, 0.99, 1.0
 _SHARES: Final = {P50: "p50", P90: "p90", P99: "p99", WORST: "worst"}
