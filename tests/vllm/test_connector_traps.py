@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import os
@@ -25,6 +26,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -394,6 +396,24 @@ class TestRefusedReferences:
         finally:
             sys.setswitchinterval(usual)
         assert seen == [ready]
+
+    def test_an_api_server_has_loaded_at_its_start_what_its_first_streamed_answer_needs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM asks for a connector's metrics in every API server, in the loop that will answer; elsewhere there is none."""
+        loaded: dict[str, Any] = {}
+        monkeypatch.setattr("anyio._core._eventloop.loaded_backends", loaded)
+        monkeypatch.setattr(KVConnectorProm, "_counter_cls", lambda *_, **__: SimpleNamespace(labels=lambda *_: None))
+        with engine_args(Setup("llama", engine="D")) as args:
+            config = EngineArgs(**args).create_engine_config()
+
+        async def start() -> None:
+            KVConnectorProm(config, ["engine"], {0: ["0"]})
+
+        KVConnectorProm(config, ["engine"], {0: ["0"]})
+        assert not loaded
+        asyncio.run(start())
+        assert list(loaded) == ["asyncio"]
 
     def test_an_engine_that_only_consumes_answers_who_checks_it_where_it_is_given_a_port(self) -> None:
         """It still prefills for nobody; and both engines say what they are, and show their beacons."""

@@ -24,7 +24,7 @@ from kvferry.engines.vllm.refusals import refuse_unserved
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.tables import only_states_lag
-from kvferry.engines.vllm.warming import warm_up
+from kvferry.engines.vllm.warming import ready_to_answer, warm_up
 from kvferry.engines.vllm.worker import WorkerHalf
 from kvferry.errors import SessionError
 
@@ -194,6 +194,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> FerryMetrics:
+        """vLLM asks for these in every API server, when it starts."""
+        ready_to_answer()
         return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
