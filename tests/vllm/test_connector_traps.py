@@ -22,6 +22,7 @@ import torch
 from byte_crossing import HOLE
 from engine import Setup, as_rank, engine_args, workers
 from served import Engine, engines, load, loaded, side, sides
+from starlette.responses import StreamingResponse
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -400,7 +401,8 @@ class TestRefusedReferences:
     def test_an_api_server_has_loaded_at_its_start_what_its_first_streamed_answer_needs(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """vLLM asks for a connector's metrics in every API server, in the loop that will answer; elsewhere there is none."""
+        """vLLM asks for a connector's metrics in every API server, in the loop that will answer; elsewhere there is none.
+        Starlette imports it with an answer that a server such as uvicorn sends."""
         loaded: dict[str, Any] = {}
         monkeypatch.setattr("anyio._core._eventloop.loaded_backends", loaded)
         monkeypatch.setattr(KVConnectorProm, "_counter_cls", lambda *_, **__: SimpleNamespace(labels=lambda *_: None))
@@ -410,10 +412,20 @@ class TestRefusedReferences:
         async def start() -> None:
             KVConnectorProm(config, ["engine"], {0: ["0"]})
 
+        async def answer() -> None:
+            async def silent(*_: Any) -> Any:
+                return {"type": "http.disconnect"}
+
+            await StreamingResponse(iter([b"token"]))({"type": "http", "asgi": {"spec_version": "2.3"}}, silent, silent)
+
         KVConnectorProm(config, ["engine"], {0: ["0"]})
         assert not loaded
+        asyncio.run(answer())
+        needed = dict(loaded)
+        assert needed
+        loaded.clear()
         asyncio.run(start())
-        assert list(loaded) == ["asyncio"]
+        assert loaded == needed
 
     def test_an_engine_that_only_consumes_answers_who_checks_it_where_it_is_given_a_port(self) -> None:
         """It still prefills for nobody; and both engines say what they are, and show their beacons."""

@@ -138,7 +138,7 @@ class Asking:
                 connection.close()
 
     async def wake(self) -> None:
-        """The first request of an API server takes it a tenth of a second more, and one that has run for an hour has had it.
+        """An API server's first answer takes it longer, and one that has run for an hour has given it.
         Blocks are in order after that, as they were."""
         for side in self.sides:
             for turn in range(WAKING):

@@ -194,7 +194,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> FerryMetrics:
-        """vLLM asks for these in every API server, when it starts."""
+        """vLLM asks for these where an API server starts."""
         ready_to_answer()
         return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
