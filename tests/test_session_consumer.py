@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -616,3 +617,37 @@ def test_a_producer_is_known_by_address_engine_and_start():
     assert key_of(found) == PEER
     for change in ({"address": "10.0.0.1:7001"}, {"engine": "q"}, {"incarnation": "p2"}):
         assert key_of(with_fields(found, **change)) != PEER
+
+
+class TestDrops:
+    """A request that came with another's reference keeps its lease alive until its prompt is looked at, and no longer."""
+
+    def test_a_dropped_lease_is_neither_renewed_nor_released(self) -> None:
+        it = consumer()
+        it.hold("crossed", reference(1), 0.0)
+        it.drop("crossed", reference(1))
+        it.drop("crossed", reference(1))
+        it.drop("never held", reference(2))
+        it.renew(RENEW_S)
+        it.part(math.inf)
+        assert it.take(RENEW_S)[1] == ()
+        assert not it._leases
+
+    @pytest.mark.parametrize("dropped_first", [True, False])
+    def test_a_release_is_said_whatever_others_drop(self, dropped_first: bool) -> None:
+        it = consumer()
+        for name in ("its own", "crossed"):
+            it.hold(name, reference(1), 0.0)
+        if dropped_first:
+            it.drop("crossed", reference(1))
+        it.release("its own", reference(1), "loaded", until=1.0)
+        it.hold("late", reference(1), 0.5)
+        it.drop("late", reference(1))
+        if not dropped_first:
+            it.part(2.0)
+            assert it.take(2.0)[1] == ()
+            it.drop("crossed", reference(1))
+        it.part(2.0)
+        (word,) = it.take(2.0)[1]
+        assert isinstance(word.message, Release)
+        assert not it._leases

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.errors import SessionError
-from kvferry.session import Ending, Lease, Producer, Release, Renew
+from kvferry.session import Ending, FullError, Lease, Producer, Release, Renew
 from kvferry.session.reference import MAX_GENERATION
 from kvferry.session.words import DEAD
 
@@ -371,3 +371,45 @@ def test_a_renewal_moves_the_deadline_and_only_that_of_its_lease():
     assert producer.take_closing() == ()
     producer.expire(19.0)
     assert [c.request for c in producer.take_closing()] == ["a"]
+
+
+class TestBlocks:
+    """What published leases hold is bounded, so that the engine always has room for a request of its own."""
+
+    def producer(self, most: int) -> Producer:
+        producer = Producer("this", 8, LEASE_S, most_blocks=most)
+        for request in "abcd":
+            producer.open(request)
+        return producer
+
+    def test_a_lease_that_would_hold_too_much_is_not_published(self) -> None:
+        producer = self.producer(10)
+        producer.publish("a", 0.0, range(6))
+        with pytest.raises(
+            FullError, match=r"1 leases hold 6 of at most 10 blocks, the oldest that of request a for 2\.5 s; 5 more"
+        ):
+            producer.publish("b", 2.5, range(6, 11))
+        assert producer.blocks == 6
+        producer.publish("b", 2.5, range(6, 10))
+
+    def test_blocks_that_leases_share_count_once_until_the_last_is_closed(self) -> None:
+        producer = self.producer(10)
+        for request, own in zip("abc", (8, 9, 10), strict=True):
+            lease = producer.publish(request, 0.0, [*range(6), own])
+            assert producer.blocks == 7 + "abc".index(request)
+            assert lease
+        for number, request in enumerate("abc"):
+            producer._close(producer._held[request], Ending.RELEASED)
+            assert producer.blocks == 9 - number
+            producer.closed(request)
+        assert producer.blocks == 0
+        producer.publish("d", 0.0, range(10))
+
+    def test_blocks_are_held_until_all_ranks_have_killed_the_word(self) -> None:
+        producer = self.producer(6)
+        lease = producer.publish("a", 0.0, range(6))
+        producer.receive(Release("this", lease, "D"), 0.0)
+        with pytest.raises(FullError):
+            producer.publish("b", 0.0, [7])
+        producer.closed("a")
+        producer.publish("b", 0.0, [7])

@@ -22,6 +22,10 @@ def reference(request: str, digest: str = "d", slot: int = 0) -> Reference:
     return Reference("127.0.0.1:1", "P", "1", request, Lease(slot, 100 + slot), 9, {"0": [1]}, digest)
 
 
+def publish(siblings: Siblings, made: Reference) -> None:
+    siblings.published(made.request, made)
+
+
 @pytest.mark.parametrize(
     ("request_id", "family", "prompt"),
     [
@@ -59,7 +63,7 @@ class TestSiblings:
         one, other = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "other", 2)
         stranger = reference("cmpl-2-0-cccccccc", "one", 3)
         for it in (one, other, stranger):
-            siblings.published(it, ())
+            publish(siblings, it)
         assert siblings.find(one.lease, "other") == other
         assert siblings.find(stranger.lease, "other") is None
         assert siblings.find(stranger.lease, "one") == stranger
@@ -69,8 +73,8 @@ class TestSiblings:
     def test_a_lease_that_ended_still_says_which_family_while_others_stand(self) -> None:
         siblings = Siblings()
         one, other = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "other", 2)
-        siblings.published(one, ())
-        siblings.published(other, ())
+        publish(siblings, one)
+        publish(siblings, other)
         siblings.ended(one.lease)
         assert siblings.find(one.lease, "one") is None
         assert siblings.find(one.lease, "other") == other
@@ -83,8 +87,8 @@ class TestSiblings:
     def test_a_prompt_that_was_published_again_stands_when_the_earlier_lease_ends(self) -> None:
         siblings = Siblings()
         one, again = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "one", 2)
-        siblings.published(one, ())
-        siblings.published(again, ())
+        publish(siblings, one)
+        publish(siblings, again)
         siblings.ended(one.lease)
         assert siblings.find(one.lease, "one") == again
         siblings.ended(again.lease)
@@ -93,33 +97,79 @@ class TestSiblings:
     def test_what_was_published_before_all_ended_is_neither_found_nor_shared(self) -> None:
         siblings = Siblings()
         one, other = reference("0_cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "other", 2)
-        siblings.published(one, ["cmpl-1-2-cccccccc"])
-        siblings.published(other, ())
+        publish(siblings, one)
+        publish(siblings, other)
         siblings.forget()
         assert siblings.find(one.lease, "other") is None
         assert siblings.twin("1_cmpl-1-0-aaaaaaaa", "one") is None
         assert siblings.twin("cmpl-1-2-cccccccc", "one") is None
         assert siblings.leases(["cmpl-1-2-cccccccc"]) == ()
         again = reference("cmpl-1-2-cccccccc", "third", 3)
-        siblings.published(again, ())
+        publish(siblings, again)
         siblings.ended(one.lease)
         siblings.ended(other.lease)
         assert siblings.find(again.lease, "third") == again
 
-    def test_one_lease_does_for_all_answers_and_for_parts_that_were_awaited(self) -> None:
+    def test_one_lease_does_for_all_answers_and_for_later_prompts_of_a_batch(self) -> None:
         siblings = Siblings()
-        siblings.published(reference("0_cmpl-1-0-aaaaaaaa", "one", 1), ["cmpl-1-1-bbbbbbbb"])
-        assert siblings.twin("1_cmpl-1-0-aaaaaaaa", "one") is not None
-        assert siblings.twin("cmpl-1-1-bbbbbbbb", "one") is not None
-        assert siblings.twin("cmpl-1-1-bbbbbbbb", "other") is None
+        publish(siblings, reference("0_cmpl-1-1-aaaaaaaa", "one", 1))
+        assert siblings.twin("1_cmpl-1-1-aaaaaaaa", "one") is not None
+        assert siblings.twin("cmpl-1-2-bbbbbbbb", "one") is not None
+        assert siblings.twin("cmpl-1-2-bbbbbbbb", "other") is None
         assert siblings.twin("cmpl-1-0-dddddddd", "one") is None
-        assert siblings.twin("1_cmpl-2-0-aaaaaaaa", "one") is None
+        assert siblings.twin("cmpl-1-1-dddddddd", "one") is None
+        assert siblings.twin("1_cmpl-1-1-dddddddd", "one") is None
+        assert siblings.twin("1_cmpl-2-1-aaaaaaaa", "one") is None
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ("cmpl-job-5-0-aaaaaaaa", "cmpl-job-6-0-bbbbbbbb"),
+            ("chatcmpl-job-5-aaaaaaaa", "chatcmpl-job-6-bbbbbbbb"),
+            ("chatcmpl-job-aaaaaaaa", "chatcmpl-job-bbbbbbbb"),
+            ("mine-1-aaaaaaaa", "mine-2-bbbbbbbb"),
+        ],
+    )
+    def test_requests_that_a_client_numbered_are_no_parts_of_one(self, one: str, other: str) -> None:
+        siblings = Siblings()
+        publish(siblings, reference(one, "same", 1))
+        assert siblings.twin(other, "same") is None
+
+    def test_consumers_that_know_different_leases_find_different_ones(self) -> None:
+        siblings = Siblings()
+        firsts = [reference(f"cmpl-1-0-{letter * 8}", "first", slot) for slot, letter in enumerate("ab")]
+        seconds = [reference(f"cmpl-1-1-{letter * 8}", "second", slot) for slot, letter in enumerate("cd", 2)]
+        for it in (*firsts, *seconds):
+            publish(siblings, it)
+        found = [siblings.find(first.lease, "second") for first in (*firsts, *firsts)]
+        assert found[:2] == found[2:]
+        assert {it.lease for it in found if it} == {it.lease for it in seconds}
+        siblings.ended(seconds[0].lease)
+        assert [siblings.find(first.lease, "second") for first in firsts] == [seconds[1]] * 2
+
+    def test_a_lease_that_was_given_out_is_found_last(self) -> None:
+        siblings = Siblings()
+        asked, alone = reference("cmpl-1-0-aaaaaaaa", "first", 0), reference("cmpl-1-0-bbbbbbbb", "second", 1)
+        later = reference("cmpl-1-1-cccccccc", "second", 2)
+        for it in (asked, later, alone):
+            publish(siblings, it)
+        assert siblings.find(asked.lease, "second") == later
+
+    def test_leases_of_a_batch_whose_first_prompt_left_nothing_are_known_to_no_consumer(self) -> None:
+        siblings = Siblings()
+        publish(siblings, reference("cmpl-1-1-aaaaaaaa", "one", 1))
+        publish(siblings, reference("cmpl-1-2-bbbbbbbb", "two", 2))
+        assert siblings.unclaimed("cmpl-1-1-aaaaaaaa") == ()
+        assert siblings.unclaimed("cmpl-2-0-cccccccc") == ()
+        assert {lease.slot for lease in siblings.unclaimed("cmpl-1-0-cccccccc")} == {1, 2}
+        publish(siblings, reference("cmpl-1-0-dddddddd", "one", 3))
+        assert siblings.unclaimed("cmpl-1-0-cccccccc") == ()
 
     def test_leases_wait_for_those_of_their_family(self) -> None:
         siblings = Siblings()
         one, other = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-2-0-bbbbbbbb", "two", 2)
-        siblings.published(one, ())
-        siblings.published(other, ())
+        publish(siblings, one)
+        publish(siblings, other)
         assert siblings.leases(["cmpl-1-1-cccccccc", "cmpl-3-0-dddddddd"]) == (one.lease,)
         assert siblings.leases([]) == ()
 
@@ -129,7 +179,7 @@ class TestSeeking:
         siblings = Siblings()
         one, other = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "other", 2)
         for it in (one, other):
-            siblings.published(it, ())
+            publish(siblings, it)
         listener = Listener("127.0.0.1:0")
         try:
             address = f"127.0.0.1:{listener.port}"

@@ -250,7 +250,7 @@ class TestStaleReferences:
             assert here.failed == {(0, "r"), (1, "r")}
 
     def test_a_reference_that_is_replayed_after_its_slot_was_taken_again_is_refused(self) -> None:
-        with engines(*sides("llama", side(blocks=12), side(blocks=12))) as (there, here):
+        with engines(*sides("llama", side(blocks=12, role="kv_producer"), side(blocks=12))) as (there, here):
             params = prefilled(there)
             load(there, here, "r", PROMPT, params)
             assert ended(here) is FinishReason.LENGTH
@@ -269,7 +269,7 @@ class TestStaleReferences:
 
     @pytest.mark.parametrize("policy", ["fail", "recompute"])
     def test_a_crossed_reference_is_refused_and_releases_nobody(self, policy: str) -> None:
-        with engines(*sides("gemma3", {}, side(failure_policy=policy))) as (there, here):
+        with engines(*sides("gemma3", side(role="kv_producer"), side(failure_policy=policy))) as (there, here):
             mine, others = prefilled(there, "mine"), prefilled(there, "others", OTHER)
             here.scheduler.add_request(here.request("crossed", PROMPT, others))
             outcome = ended(here, "crossed")
@@ -953,7 +953,7 @@ class TestMedia:
         here.connector.on_new_request(at_consumer)
         here.connector.get_num_new_matched_tokens(at_consumer, 0)
         decode = here.connector.scheduler._decodes["r"]
-        assert decode.unread is None
+        assert decode.offered is None
         return decode.reason == ""
 
     @pytest.mark.parametrize("named", ["", "D"])

@@ -8,7 +8,7 @@ from kvferry.session.key import Key, read_key
 from kvferry.session.listener import Listener
 from kvferry.session.meeting import Meeting, meet
 from kvferry.session.messages import Card, Found, Hello, Refusal, Release, Renew, Seek, Welcome
-from kvferry.session.producer import Closing, Ending, Producer
+from kvferry.session.producer import Closing, Ending, FullError, Producer
 from kvferry.session.reference import Lease, Reference, digest, from_params, to_params
 from kvferry.session.wire import seek
 from kvferry.session.words import Words
@@ -22,6 +22,7 @@ __all__ = [
     "Ending",
     "Ferry",
     "Found",
+    "FullError",
     "Hello",
     "Key",
     "Lease",

@@ -107,8 +107,8 @@ class _Address:
 
 @dataclass
 class _Leases:
-    """Leases of one producer, with the requests that hold each. Of those that nobody holds any more, `parting` says until when
-    they are kept for another request, and what the producer hears then."""
+    """Leases of one producer, with the requests that hold each. `parting` are those that a request has released: until when
+    they are kept for another one, and what the producer hears once no request holds them."""
 
     renewed_at: float
     held: dict[Lease, set[str]] = field(default_factory=dict)
@@ -230,7 +230,6 @@ class Consumer(Generic[T]):
         if leases is None:
             leases = self._leases[key] = _Leases(now)
         leases.held.setdefault(lease, set()).add(request)
-        leases.parting.pop(lease, None)
 
     def release(self, request: str, reference: Reference, note: str, until: float = -math.inf) -> None:
         """The request needs its lease no more; the producer hears of it once, when no other request here does. Another may
@@ -241,12 +240,22 @@ class Consumer(Generic[T]):
         if leases is None or holders is None or request not in holders:
             return
         holders.remove(request)
-        if holders:
-            return
-        if until > -math.inf:
-            leases.parting[reference.lease] = (until, note)
-        else:
+        leases.parting[reference.lease] = (until, note)
+        if not holders and until == -math.inf:
             self._part(key, reference.lease, note)
+
+    def drop(self, request: str, reference: Reference) -> None:
+        """The request has nothing to do with the lease: no longer kept alive for it, and left to the requests that it is of."""
+        key = key_of(reference)
+        leases = self._leases.get(key)
+        holders = leases.held.get(reference.lease) if leases is not None else None
+        if leases is None or holders is None or request not in holders:
+            return
+        holders.remove(request)
+        if not holders and reference.lease not in leases.parting:
+            del leases.held[reference.lease]
+        if not leases.held:
+            del self._leases[key]
 
     def _part(self, key: PeerKey, lease: Lease, note: str) -> None:
         leases = self._leases[key]
@@ -260,7 +269,7 @@ class Consumer(Generic[T]):
         """Say of leases that nobody came for that they are over; called often."""
         for key, leases in list(self._leases.items()):
             for lease, (until, note) in list(leases.parting.items()):
-                if until <= now:
+                if until <= now and not leases.held[lease]:
                     self._part(key, lease, note)
 
     def renew(self, now: float) -> None:

@@ -102,6 +102,10 @@ class Courier(Generic[T]):
         until = time.monotonic() + linger_s if linger_s else -math.inf
         self._put(lambda: self._consumer.release(request, reference, note, until))
 
+    def drop(self, request: str, reference: Reference) -> None:
+        """The request turned out not to be the lease's: the producer hears nothing of it."""
+        self._put(lambda: self._consumer.drop(request, reference))
+
     def _put(self, command: Callable[[], None], urgent: bool = False) -> None:
         self._commands.put(command)
         if urgent:

@@ -5,13 +5,16 @@
 
 A slot's word goes live on every rank when its lease opens, before any reference can name it. It is dead on every rank before
 a block is freed: the engine frees only once `closed` was said of every rank. Times are the caller's.
+
+Published leases hold at most `most_blocks` blocks. An engine that also loads sets it such that a request of any length fits
+beside them: two such engines can then never wait for each other's leases.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -40,23 +43,33 @@ class Closing:
     ending: Ending
 
 
+class FullError(SessionError):
+    """Published leases hold as many blocks as they may; the request is not handed over."""
+
+
 @dataclass
 class _Held:
-    """`last` is when the lease ends however often it is renewed."""
+    """`since` is when the lease was published, `last` when it ends however often it is renewed; it keeps `blocks`."""
 
     request: str
     lease: Lease
     deadline: float | None = None
+    since: float = math.inf
     last: float = math.inf
+    blocks: frozenset[int] = frozenset()
     closing: bool = False
 
 
 class Producer:
     """Leases of one start of one engine. A lease ends `lease_s` after the last word of its consumer, and `most_s` after it was
-    published whatever is said. Generations are random: who knows one can end its lease, and no other."""
+    published whatever is said. Published leases hold `most_blocks` blocks at most. Generations are random: who knows one can
+    end its lease, and no other."""
 
-    def __init__(self, incarnation: str, slots: int, lease_s: float, most_s: float = math.inf) -> None:
-        self.incarnation, self.lease_s, self.most_s = incarnation, lease_s, most_s
+    def __init__(
+        self, incarnation: str, slots: int, lease_s: float, most_s: float = math.inf, most_blocks: float = math.inf
+    ) -> None:
+        self.incarnation, self.lease_s, self.most_s, self.most_blocks = incarnation, lease_s, most_s, most_blocks
+        self._users: Counter[int] = Counter()
         self._free = deque(range(slots))
         self._held: dict[str, _Held] = {}
         self._by_slot: dict[int, _Held] = {}
@@ -79,14 +92,38 @@ class Producer:
         self._opened.append(held)
         return held.lease
 
-    def publish(self, request: str, now: float) -> Lease:
-        """The request's blocks may be read from now on, until it is released or its time is up."""
+    @property
+    def blocks(self) -> int:
+        """How many blocks published leases hold, where they are bounded; leases with one prefix share its blocks."""
+        return len(self._users)
+
+    def publish(self, request: str, now: float, blocks: Iterable[int] = ()) -> Lease:
+        """The request's blocks may be read from now on, until it is released or its time is up. Raises FullError if leases
+        would then hold more blocks than they may."""
         held = self._held.get(request)
         if held is None or held.closing:
             raise SessionError(f"request {request} has no open lease: none was free, or the cache was reset since it began")
-        held.last = now + self.most_s
+        if self.most_blocks < math.inf:
+            self._keep(held, frozenset(blocks), now)
+        held.since, held.last = now, now + self.most_s
         held.deadline = min(now + self.lease_s, held.last)
         return held.lease
+
+    def _keep(self, held: _Held, blocks: frozenset[int], now: float) -> None:
+        more = len(blocks.difference(self._users))
+        if self.blocks + more > self.most_blocks:
+            raise FullError(f"{self._occupied(now)}; {more} more would leave too few for the engine's own requests")
+        held.blocks = blocks
+        self._users.update(blocks)
+
+    def _occupied(self, now: float) -> str:
+        """What holds blocks, for the log."""
+        published = [held for held in self._held.values() if held.deadline is not None]
+        holding = f"leases hold {self.blocks} of at most {self.most_blocks:g} blocks"
+        if not published:
+            return holding
+        oldest = min(published, key=lambda held: held.since)
+        return f"{len(published)} {holding}, the oldest that of request {oldest.request} for {now - oldest.since:.1f} s"
 
     def abort(self, request: str) -> None:
         """A request that ends unpublished: its blocks are the engine's at once, and so is its slot."""
@@ -154,6 +191,10 @@ class Producer:
         if held is not None and held.closing:
             del self._held[request], self._by_slot[held.lease.slot]
             self._free.append(held.lease.slot)
+            self._users.subtract(held.blocks)
+            for block in held.blocks:
+                if not self._users[block]:
+                    del self._users[block]
 
     def close_all(self, requests: Iterable[str]) -> None:
         for request in requests:

@@ -2,8 +2,10 @@
 
 Each of them goes this way:
 
-    unread -> checked against the prompt ────────────────────────────────────────────────────────> lease held
-                 └ of another prompt of the same request -> its producer met -> asked -> checked ──┘
+    arrived: seal verified, lease held -> checked against the prompt ────────────────────────────────────────> its lease held
+                                              └ of another prompt of the request -> producer met -> asked -> checked ──┘
+
+A lease is kept alive from the moment the request arrives: a busy engine looks at prompts few at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kvferry.engines.vllm.prompts import can_be_handed_over, is_told_by_tokens
+from kvferry.engines.vllm.prompts import can_be_handed_over, is_handed_on, is_told_by_tokens
 from kvferry.engines.vllm.seeking import Seeking
 from kvferry.errors import BadReferenceError, KVFerryError
 from kvferry.session import Courier, Meeting, Reference, from_params
@@ -33,13 +35,13 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Decode:
-    """A request that came with a reference; `unread` while nobody has looked at it, `reason` says why it is not used.
+    """A request that came with a reference, `offered` until it is compared with the prompt; `reason` says why it is not used.
     `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
     part of. `in_step`: it is loaded in the step that first computes it, and `pledged` until then if it must not fail there;
     its `blocks`, from where it is loaded on, are then found by their hash before they are right."""
 
     family: str
-    unread: Mapping[str, Any] | None = None
+    offered: Reference | None = None
     reference: Reference | None = None
     sibling: Reference | None = None
     sought: Future[Reference | None] | None = None
@@ -48,6 +50,7 @@ class Decode:
     in_step: bool = False
     pledged: float = -math.inf
     blocks: Sequence[Sequence[int]] = ()
+    tokens: int = 0
     counted: bool = False
     loaded: int = 0
     unhashable: frozenset[int] = frozenset()
@@ -73,32 +76,42 @@ class References:
         self._courier, self._seeking = courier, seeking
         self._secret, self._longest, self._digests = secret, longest, digests
 
-    def read(self, request: Any, decode: Decode, params: Mapping[str, Any]) -> None:
-        """A lease is kept from here on."""
+    def arrive(self, request: Any, decode: Decode, params: Mapping[str, Any]) -> None:
+        """Whether the reference is in order; its lease is kept from here on."""
         try:
             if self._courier is None:
                 raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
             if "kvferry" not in params:
                 raise BadReferenceError("kv_transfer_params carry no reference of KVFerry; does the producer run it too?")
-            reference = from_params(params["kvferry"], self._secret, self._longest)
-            if not request.abort_immediately:
-                self._check(request, reference)
-        except _AnotherPromptError as error:
-            if can_be_handed_over(request):
-                decode.sibling, decode.reason = reference, str(error)
-            return
+            decode.offered = from_params(params["kvferry"], self._secret, self._longest)
         except BadReferenceError as error:
             decode.reason = str(error)
             return
-        decode.reference = reference
-        self._courier.hold(request.request_id, reference)
+        self._courier.hold(request.request_id, decode.offered)
+
+    def check(self, request: Any, decode: Decode) -> None:
+        """Whether the reference is of this prompt. The lease of another prompt is left to the request that it belongs to."""
+        offered, decode.offered = decode.offered, None
+        if offered is None or self._courier is None:
+            return
+        try:
+            if not request.abort_immediately:
+                self._check(request, offered)
+        except BadReferenceError as error:
+            self._courier.drop(request.request_id, offered)
+            if not isinstance(error, _AnotherPromptError):
+                decode.reason = str(error)
+            elif can_be_handed_over(request):
+                decode.sibling, decode.reason = offered, str(error)
+            return
+        decode.reference = offered
 
     def _check(self, request: Any, reference: Reference) -> None:
         """The reference must be of this very prompt, or of its beginning."""
         tokens = request.prompt_token_ids
         if tokens is None or not is_told_by_tokens(request):
             raise BadReferenceError("a prompt of embeddings cannot be compared with what was prefilled")
-        if reference.tokens >= len(tokens):
+        if reference.tokens >= len(tokens) + is_handed_on(request):
             raise _AnotherPromptError(f"the reference covers {reference.tokens} tokens, the prompt has {len(tokens)}")
         if reference.digest not in self._digests(request, reference.tokens):
             raise _AnotherPromptError("the reference is of another prompt, adapter, media or salt")

@@ -42,7 +42,7 @@ class Doubts:
         that requests were given since to compute, who may have looked at what was lost."""
         for decode in lost:
             if decode.reference is not None:
-                yield from self._from(decode.reference.tokens - decode.loaded, decode.blocks)
+                yield from self._from(decode.tokens - decode.loaded, decode.blocks)
         for step, _ in self._steps if lost else ():
             for request in step.scheduled_new_reqs:
                 yield from self._from(request.num_computed_tokens, request.block_ids)

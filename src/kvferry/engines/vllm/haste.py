@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvferry.engines.vllm.tables import specs_of
+from kvferry.engines.vllm.tables import keeps_every_token, specs_of
 from kvferry.session import PeerKey
 
 SHORT_S: Final = 0.008
@@ -49,7 +49,7 @@ def may_hurry(config: Any, kv_cache_config: Any) -> bool:
     groups = kv_cache_config.kv_cache_groups
     return (
         len(groups) == 1
-        and all(map(_is_whole, specs_of(groups[0].kv_cache_spec)))
+        and all(map(keeps_every_token, specs_of(groups[0].kv_cache_spec)))
         and not kv_cache_config.needs_kv_cache_zeroing
         and config.kv_transfer_config.kv_load_failure_policy == "fail"
         and config.parallel_config.pipeline_parallel_size == 1
@@ -62,7 +62,7 @@ def may_pledge(config: Any, kv_cache_config: Any) -> bool:
     is found by its hash, and of all layers either every token is kept or one state."""
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
     return (
-        all(_is_whole(spec) or getattr(spec, "mamba_cache_mode", "") == "none" for spec in specs)
+        all(keeps_every_token(spec) or getattr(spec, "mamba_cache_mode", "") == "none" for spec in specs)
         and all(group.enable_kv_transfer for group in kv_cache_config.kv_cache_groups)
         and not config.cache_config.enable_prefix_caching
         and config.parallel_config.pipeline_parallel_size == 1
@@ -80,11 +80,6 @@ def grace_s(kv_cache_config: Any) -> float:
 def looks_ahead(config: Any) -> bool:
     """Whether vLLM launches a step before it looks at the tokens of the last one."""
     return bool(config.scheduler_config.async_scheduling) or config.parallel_config.pipeline_parallel_size > 1
-
-
-def _is_whole(spec: Any) -> bool:
-    known = type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
-    return known and spec.sliding_window is None and spec.attention_chunk_size is None
 
 
 @dataclass

@@ -7,18 +7,20 @@ Each of them goes this way:
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvferry.engines.vllm.prompts import can_be_handed_over, ends_after_one_step, is_streamed_without_params
-from kvferry.engines.vllm.siblings import Siblings, family_of
+from kvferry.engines.vllm.siblings import Siblings, place_of
 from kvferry.engines.vllm.stats import FerryStats
-from kvferry.engines.vllm.tables import tables_of
+from kvferry.engines.vllm.tables import NULL_BLOCK, tables_of
 from kvferry.errors import BindError, SessionError
-from kvferry.session import Closing, Lease, Producer, Reference, Release, Renew, Seek, to_params
+from kvferry.session import Closing, FullError, Lease, Producer, Reference, Release, Renew, Seek, to_params
 
 logger = logging.getLogger("kvferry.vllm")
 
@@ -26,6 +28,11 @@ FINISHED: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 NOTHING: Final = {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": None}
 """Nothing is kept. Some routers say `do_remote_prefill` whatever the producer said, and some want an answer: so there is one,
 and it says once more that there is no reference."""
+
+LONGEST_NAME: Final = 200
+"""Of a request, in a reference: the other side takes a little more. A client chooses its X-Request-Id."""
+_BATCHES: Final = 1024
+"""Batches of prompts that are remembered because the first prompt left nothing."""
 
 Answer = tuple[bool, dict[str, Any] | None]
 """Whether a request's blocks stay for a consumer, and the reference to them."""
@@ -45,7 +52,6 @@ class Origin:
 class _Prefill:
     tokens: int
     digest: str
-    family: str
 
 
 class Prefills:
@@ -66,7 +72,8 @@ class Prefills:
         self._siblings = Siblings()
         self._renewed_at = -math.inf
         self._under_way: dict[str, _Prefill] = {}
-        self._awaited: dict[str, dict[str, None]] = {}
+        self._headless: OrderedDict[str, None] = OrderedDict()
+        self._full = False
 
     def arrive(self, request: Any) -> None:
         """N-1 tokens and one step, for every model: the consumer computes the last token itself."""
@@ -84,9 +91,7 @@ class Prefills:
         del tokens[-1:]
         del request._all_token_ids[-1:]
         request.num_prompt_tokens -= 1
-        family = family_of(request.request_id)
-        self._under_way[request.request_id] = _Prefill(len(tokens), self._digest(request, len(tokens)), family)
-        self._awaited.setdefault(family, {})[request.request_id] = None
+        self._under_way[request.request_id] = _Prefill(len(tokens), self._digest(request, len(tokens)))
 
     def allocated(self, identity: str) -> None:
         if identity in self._under_way and self._producer.open(identity) is None:
@@ -126,46 +131,65 @@ class Prefills:
         prefill = self._under_way.pop(request.request_id, None)
         if prefill is None:
             params = request.kv_transfer_params or {}
-            return False, dict(NOTHING) if params.get("do_remote_decode") else None
-        awaited = self._awaited[prefill.family]
-        del awaited[request.request_id]
-        if not awaited:
-            del self._awaited[prefill.family]
-        return self._publish(request, prefill, block_ids, awaited, now)
+            return self._nothing(request.request_id, now) if params.get("do_remote_decode") else (False, None)
+        return self._publish(request, prefill, block_ids, now)
 
-    def _publish(
-        self, request: Any, prefill: _Prefill, block_ids: Sequence[Sequence[int]], awaited: Iterable[str], now: float
-    ) -> Answer:
-        """`awaited` are other parts of the same request that are still being prefilled."""
+    def _nothing(self, identity: str, now: float) -> Answer:
+        """Where it is the first prompt of a batch, the answer names no reference at all: no later prompt is handed over."""
+        batch, place = place_of(identity)
+        if not place and batch != identity:
+            self._headless[batch] = None
+            self._headless.move_to_end(batch)
+            while len(self._headless) > _BATCHES:
+                self._headless.popitem(last=False)
+            for lease in self._siblings.unclaimed(identity):
+                self._producer.receive(Release(self._origin.incarnation, lease, self._origin.engine, "not given out"), now)
+        return False, dict(NOTHING)
+
+    def _publish(self, request: Any, prefill: _Prefill, block_ids: Sequence[Sequence[int]], now: float) -> Answer:
         identity = request.request_id
+        batch, place = place_of(identity)
         try:
             computed = request.num_computed_tokens
             if request.status.name not in FINISHED or computed != prefill.tokens:
                 raise SessionError(f"it ended as {request.status.name} after {computed} of {prefill.tokens} tokens")
+            if place and batch in self._headless:
+                raise SessionError("the first prompt of its batch left nothing, so no reference is given out")
             twin = self._siblings.twin(identity, prefill.digest)
             if twin is not None:
                 self._producer.abort(identity)
                 return False, self._params(twin)
             blocks = tables_of(self._groups, block_ids, prefill.tokens)
-            lease = self._producer.publish(identity, now)
+            lease = self._producer.publish(
+                identity, now, (block for table in block_ids for block in table if block != NULL_BLOCK)
+            )
         except (SessionError, BindError) as error:
             self._producer.abort(identity)
-            logger.info("request %s leaves nothing for a consumer: %s", identity, error)
-            return False, dict(NOTHING)
+            self._say_why(identity, error)
+            return self._nothing(identity, now)
+        self._full = False
+        self._headless.pop(batch, None)
         self._stats.count("held")
         origin = self._origin
         reference = Reference(
             origin.address,
             origin.engine,
             origin.incarnation,
-            identity,
+            _fitting(identity),
             lease,
             prefill.tokens,
             {str(group): table for group, table in blocks.items()},
             prefill.digest,
         )
-        self._siblings.published(reference, awaited)
+        self._siblings.published(identity, reference)
         return True, self._params(reference)
+
+    def _say_why(self, identity: str, error: Exception) -> None:
+        """An engine whose leases hold all that they may says so once, until it publishes again."""
+        full = isinstance(error, FullError)
+        level = logging.WARNING if full and not self._full else logging.INFO
+        self._full = self._full or full
+        logger.log(level, "request %s leaves nothing for a consumer: %s", identity, error)
 
     def _params(self, reference: Reference) -> dict[str, Any]:
         host, _, port = self._origin.address.rpartition(":")
@@ -178,3 +202,10 @@ class Prefills:
             "remote_port": int(port),
             "kvferry": to_params(reference, self._origin.secret),
         }
+
+
+def _fitting(identity: str) -> str:
+    """A request's name for a reference; a long one is cut, and told apart by a digest of all of it."""
+    if len(identity) <= LONGEST_NAME:
+        return identity
+    return f"{identity[:LONGEST_NAME]} {hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"

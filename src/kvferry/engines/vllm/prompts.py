@@ -19,6 +19,12 @@ def can_be_handed_over(request: Any) -> bool:
     return not any(place.offset + place.length >= len(tokens) for place in media)
 
 
+def is_handed_on(request: Any) -> bool:
+    """Whether a request that came with a reference is also prefilled for others: then its last token was taken off it."""
+    params = request.kv_transfer_params or {}
+    return bool(params.get("do_remote_decode") and params.get("do_remote_prefill"))
+
+
 def is_told_by_tokens(request: Any) -> bool:
     """Embeddings, also where they stand among tokens, are no part of a digest."""
     return request.prompt_embeds is None

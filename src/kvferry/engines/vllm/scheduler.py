@@ -35,10 +35,11 @@ from kvferry.engines.vllm.nearby import rank_nearby
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.prefills import Answer, Origin, Prefills
 from kvferry.engines.vllm.prompts import digest_of
+from kvferry.engines.vllm.room import most_leased
 from kvferry.engines.vllm.seeking import Seeking, give_back_when_found
 from kvferry.engines.vllm.siblings import family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
-from kvferry.engines.vllm.tables import tables_of
+from kvferry.engines.vllm.tables import keeps_every_token, specs_of, tables_of
 from kvferry.errors import BadReferenceError, BindError, SessionError
 from kvferry.session import (
     Card,
@@ -58,8 +59,8 @@ from kvferry.session.messages import BOTH, CONSUMER, PRODUCER
 
 logger = logging.getLogger("kvferry.vllm")
 
-READ_A_STEP = 8
-"""References of requests that are still in vLLM's queue."""
+CHECKED_A_STEP = 8
+"""Requests in vLLM's queue whose prompts are compared with their references; leases are kept alive without that."""
 LINGER_S = 1.0
 """How long a lease is kept for other parts of a request than the one that has loaded. They come one after the other, and the
 first may be over before the last is there."""
@@ -79,11 +80,16 @@ class SchedulerHalf:
         self._incarnation = secrets.token_hex(8)
         self._groups: Sequence[Any] = kv_cache_config.kv_cache_groups
         self._options, self._clock = options, clock
+        self._keeps_every_token = all(
+            keeps_every_token(spec) for group in self._groups for spec in specs_of(group.kv_cache_spec)
+        )
         self._recompute = transfer.kv_load_failure_policy == "recompute"
         self._key = options.key
         self._secret = self._key.secret if self._key is not None else b""
         self._cards: tuple[Card, ...] = ()
-        self._producer = Producer(self._incarnation, kv_cache_config.num_blocks, options.lease_s, options.lease_most_s)
+        most = most_leased(config, kv_cache_config)
+        _say_what_leases_may_hold(most, kv_cache_config.num_blocks)
+        self._producer = Producer(self._incarnation, kv_cache_config.num_blocks, options.lease_s, options.lease_most_s, most)
         self._listener: Listener | None = None
         self._address = ""
         self._produces: bool = transfer.is_kv_producer
@@ -104,7 +110,7 @@ class SchedulerHalf:
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._decodes: dict[str, Decode] = {}
         self._unhashable: dict[str, Decode] = {}
-        self._unread: dict[str, Any] = {}
+        self._unchecked: dict[str, Any] = {}
         self._families: Counter[str] = Counter()
         self._announced: set[PeerKey] = set()
         self._leaving: set[PeerKey] = set()
@@ -177,22 +183,25 @@ class SchedulerHalf:
             self._prefills.arrive(request)
         elif params.get("do_remote_decode"):
             logger.warning("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
-        elif params.get("do_remote_prefill") and not ("kvferry" in params and params["kvferry"] is None):
+        if not params.get("do_remote_prefill"):
+            return
+        if "kvferry" in params and params["kvferry"] is None:
+            self._stats.count("recomputed", request.num_prompt_tokens)
+        elif self._courier is not None or not params.get("do_remote_decode"):
             self._arrive_decode(request, params)
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
-        found = self._decodes[request.request_id] = Decode(family_of(request.request_id), params)
+        found = self._decodes[request.request_id] = Decode(family_of(request.request_id))
         self._families[found.family] += 1
-        self._unread[request.request_id] = request
+        self._references.arrive(request, found, params)
+        if found.offered is not None:
+            self._unchecked[request.request_id] = request
         self._haste.came()
 
-    def _read(self, request: Any, found: Decode) -> None:
-        """Once, and a few in a step: all that arrive together would hold everybody up."""
-        params, found.unread = found.unread, None
-        if params is None:
-            return
-        del self._unread[request.request_id]
-        self._references.read(request, found, params)
+    def _check(self, request: Any, found: Decode) -> None:
+        """Once, and of few requests a step: all that arrive together would hold the step up."""
+        if self._unchecked.pop(request.request_id, None) is not None:
+            self._references.check(request, found)
 
     def _digests(self, request: Any, tokens: int) -> Iterator[str]:
         """What the producer may call the prompt: it may have no other name for media than their content."""
@@ -210,8 +219,7 @@ class SchedulerHalf:
             return 0, False
         if self._haste.has_enough:
             return None, False
-        if decode.unread is not None:
-            self._read(request, decode)
+        self._check(request, decode)
         if decode.sibling is not None and not self._references.is_settled(request, decode):
             return None, False
         reference, decode.in_step, decode.pledged = decode.reference, False, -math.inf
@@ -223,7 +231,8 @@ class SchedulerHalf:
                 decode.reason = found
         if decode.reason:
             return self._refuse(request, decode, computed)
-        count = 0 if reference is None or request.skip_reading_prefix_cache else reference.tokens - computed
+        decode.tokens = 0 if reference is None or request.skip_reading_prefix_cache else self._loadable(request, reference)
+        count = decode.tokens - computed
         if reference is None or count <= 0:
             return 0, False
         peer, rank = key_of(reference), rank_nearby(self._engine)
@@ -232,6 +241,14 @@ class SchedulerHalf:
         if self._haste.allows(request, peer, count) and not (rank is not None and rank.meets):
             decode.in_step = self.can_undo or (not computed and self._is_pledged(decode, peer, reference))
         return count, not decode.in_step
+
+    def _loadable(self, request: Any, reference: Reference) -> int:
+        """All tokens of a reference; but one, where it covers a prompt that is handed on, of which vLLM must compute something:
+        windows and states are not there of a shorter prompt."""
+        beyond = reference.tokens - (request.num_prompt_tokens - 1)
+        if beyond <= 0:
+            return reference.tokens
+        return reference.tokens - beyond if self._keeps_every_token else 0
 
     def _is_pledged(self, decode: Decode, peer: PeerKey, reference: Reference) -> bool:
         """Whether a load in the next step cannot fail. Only a rank that has its orders with the step's can say so."""
@@ -245,10 +262,15 @@ class SchedulerHalf:
         if not decode.counted:
             decode.counted = True
             self._stats.count("refused")
+            self._count_recomputed(request.num_prompt_tokens - computed)
             outcome = "it is recomputed here" if self._recompute else "it fails (kv_load_failure_policy)"
             logger.error("request %s is not loaded: %s; %s", request.request_id, decode.reason, outcome)
         count = 0 if self._recompute or request.skip_reading_prefix_cache else request.num_prompt_tokens - 1 - computed
         return (count, True) if count > 0 else (0, False)
+
+    def _count_recomputed(self, tokens: int) -> None:
+        if self._recompute:
+            self._stats.count("recomputed", tokens)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
         identity = request.request_id
@@ -256,8 +278,7 @@ class SchedulerHalf:
         decode = self._decodes.get(identity)
         if decode is None:
             return
-        if decode.unread is not None:
-            self._read(request, decode)
+        self._check(request, decode)
         if decode.stage is not Stage.WAITING:
             if self._unhashable.pop(identity, None) is not None:
                 self._forget_hashes(decode.unhashable)
@@ -287,7 +308,7 @@ class SchedulerHalf:
             elif peer not in self._announced:
                 self._announced.add(peer)
                 self._pending.meetings.append(meeting)
-            here = tables_of(self._groups, block_ids, reference.tokens)
+            here = tables_of(self._groups, block_ids, decode.tokens)
         except (BadReferenceError, BindError) as error:
             if decode.in_step:
                 raise
@@ -297,13 +318,13 @@ class SchedulerHalf:
         decode.loaded = external
         if decode.in_step:
             decode.blocks = block_ids
-        start = reference.tokens - external
+        start = decode.tokens - external
         self._pending.loads.append(
             Load(
                 request.request_id,
                 peer,
                 reference.lease,
-                reference.tokens,
+                decode.tokens,
                 start,
                 reference.tables,
                 here,
@@ -354,8 +375,8 @@ class SchedulerHalf:
         self._firsts.begin(idle, self._with_first_tokens(computed, first))
         if self._firsts.will_hold:
             self._haste.rest()
-        for request in [*islice(self._unread.values(), READ_A_STEP)]:
-            self._read(request, self._decodes[request.request_id])
+        for request in [*islice(self._unchecked.values(), CHECKED_A_STEP)]:
+            self._check(request, self._decodes[request.request_id])
         for decode in self._unhashable.values():
             self._forget_hashes(decode.unhashable)
         orders = Orders(
@@ -431,6 +452,7 @@ class SchedulerHalf:
                     self._haste.forget(key_of(decode.reference))
                 if not decode.counted:
                     self._stats.count("failed")
+                    self._count_recomputed(decode.loaded)
             else:
                 loaded, tokens, in_step = loaded + 1, tokens + decode.loaded, in_step + decode.in_step
             abandoned = decode.stage is Stage.ABANDONED
@@ -459,8 +481,7 @@ class SchedulerHalf:
         decode = self._decodes.get(identity := request.request_id)
         if decode is None:
             return
-        if decode.unread is not None:
-            self._read(request, decode)
+        self._check(request, decode)
         if decode.stage is Stage.LOADING:
             decode.stage = Stage.ABANDONED
             return
@@ -492,3 +513,16 @@ class SchedulerHalf:
             self._courier.close()
         if self._listener is not None:
             self._listener.close()
+
+
+def _say_what_leases_may_hold(most: float, blocks: int) -> None:
+    if most == math.inf:
+        return
+    level = logging.INFO if most * 2 >= blocks else logging.WARNING
+    logger.log(
+        level,
+        "this engine loads and leases (kv_both): leases may hold %d of its %d blocks, since a request of max_model_len must "
+        "fit beside them; for more make it kv_producer or kv_consumer, lower max_model_len, or give it more cache",
+        most,
+        blocks,
+    )

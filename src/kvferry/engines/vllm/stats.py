@@ -14,6 +14,10 @@ ENDINGS: Final = ("released", "expired", "aborted", "reset")
 
 COUNTERS: Final = {
     "tokens": ("kvferry_tokens_loaded", "Prompt tokens that came from a producer."),
+    "recomputed": (
+        "kvferry_tokens_recomputed",
+        "Prompt tokens that are computed here again: their producer gave no reference, or they could not be loaded.",
+    ),
     "in_step": ("kvferry_loads_in_step", "Requests that were loaded in the step that first computed them."),
     "moved": ("kvferry_bytes_moved", "Bytes that the transport has moved for loads that succeeded."),
     "predicted": ("kvferry_bytes_predicted", "Bytes that the plans said those loads would move."),

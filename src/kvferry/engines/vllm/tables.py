@@ -41,6 +41,12 @@ def specs_of(spec: Any) -> tuple[Any, ...]:
     return tuple(by_layer.values()) or (spec,)
 
 
+def keeps_every_token(spec: Any) -> bool:
+    """Whether a layer keeps something of every token, each by itself: no window, no chunk, no state."""
+    known = type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
+    return known and spec.sliding_window is None and spec.attention_chunk_size is None
+
+
 def _table(index: int, spec: Any, ids: Sequence[int], tokens: int) -> list[int] | int:
     if type(spec).__name__ != "MambaSpec":
         table = list(ids[: -(-tokens // spec.block_size)])
