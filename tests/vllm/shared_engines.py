@@ -156,6 +156,7 @@ NAMES = {
     "vllm:num_requests_waiting": "waiting",
     "vllm:prefix_cache_hits_total": "hits",
     "kvferry_tokens_loaded_total": "tokens",
+    "kvferry_tokens_recomputed_total": "recomputed",
     "kvferry_loads_in_step_total": "in_step",
     "kvferry_bytes_moved_total": "moved",
     "kvferry_bytes_predicted_total": "predicted",

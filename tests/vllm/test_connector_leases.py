@@ -90,7 +90,7 @@ class TestEnginesThatLoadAndLease:
                 params = answer_of(there, f"p{name}")
                 if params is not None and name not in sent:
                     sent.add(name)
-                    here.scheduler.add_request(here.request(name, prompt(number), {**params, "do_remote_prefill": True}))
+                    here.scheduler.add_request(here.request(name, prompt(number), params))
             return all(name in here.outputs for _, here, name in legs)
 
         until(f"{len(legs)} requests, half of them each way", over, *stepped)

@@ -183,11 +183,9 @@ class SchedulerHalf:
             self._prefills.arrive(request)
         elif params.get("do_remote_decode"):
             logger.warning("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
-        if not params.get("do_remote_prefill"):
-            return
         if "kvferry" in params and params["kvferry"] is None:
             self._stats.count("recomputed", request.num_prompt_tokens)
-        elif self._courier is not None or not params.get("do_remote_decode"):
+        elif params.get("do_remote_prefill") and (self._courier is not None or not params.get("do_remote_decode")):
             self._arrive_decode(request, params)
 
     def _arrive_decode(self, request: Any, params: Mapping[str, Any]) -> None:
