@@ -4,6 +4,7 @@ share a name."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from shared_engines import Fleet, Truth, meter, since, until
 from crossing.compare import difference
 from kvferry.fleet import legs
 from kvferry.fleet.legs import Crossed, prompt
+from kvferry.fleet.patches import STEP_SECONDS
 from kvferry.fleet.server import Server
 from kvferry.fleet.zygote import Zygote
 
@@ -20,7 +22,8 @@ pytestmark = pytest.mark.vllm
 LEASE_S = 12.0
 SMALL = ("--num-gpu-blocks-override=64", "--max-num-batched-tokens=256")
 """Of blocks of 32 tokens: 2,048 tokens, where a request may have 1,024."""
-SLOW = ("--max-num-seqs=2", "--max-num-batched-tokens=128")
+BUSY_S = 2.5
+"""A step of an engine that is busy: five of them take longer than a lease lasts that is not renewed."""
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +33,9 @@ def fleet(zygote: Zygote, checkpoints: Path) -> Iterator[Fleet]:
     fleet.close()
 
 
-def engine(fleet: Fleet, which: str, *flags: str, policy: str = "fail") -> Server:
-    environment = (("KVFERRY_TEST_ENGINE", which),)
-    made = fleet.engine("llama", policy=policy, settings={"lease_s": LEASE_S}, flags=flags, environment=environment)
+def engine(fleet: Fleet, which: str, *flags: str, step_s: float = 0.0) -> Server:
+    environment = (("KVFERRY_TEST_ENGINE", which), *([(STEP_SECONDS, str(step_s))] if step_s else []))
+    made = fleet.engine("llama", policy="fail", settings={"lease_s": LEASE_S}, flags=flags, environment=environment)
     return fleet.up(made)[0]
 
 
@@ -63,12 +66,18 @@ def test_engines_that_load_and_lease_answer_all_whatever_their_leases_hold(fleet
 
 
 def test_every_request_that_waits_at_a_busy_consumer_keeps_its_lease(fleet: Fleet) -> None:
-    """100 that arrive together, and wait for longer than a lease lasts that is not renewed."""
-    there, here = engine(fleet, "P", "--num-gpu-blocks-override=600"), engine(fleet, "D", *SLOW)
+    """100 that arrive together, whose cache is full for longer than a lease lasts that is not renewed."""
+    there = engine(fleet, "P", "--num-gpu-blocks-override=600")
+    here = engine(fleet, "D", "--num-gpu-blocks-override=220", step_s=BUSY_S)
+    assert legs.cross(there, here, prompt(40, 999), max_new=1).decode.good
     before, prompts = meter(here), [prompt(40, seed) for seed in range(100)]
-    references = legs.at_once(lambda tokens: legs.prefill(there, tokens), prompts, 16)
-    assert all(answer.params["do_remote_prefill"] for answer in references)
-    answers = legs.at_once(lambda n: legs.decode(here, prompts[n], references[n].params, max_new=24), range(100), 100)
+    with ThreadPoolExecutor(6) as pool:
+        busy = [pool.submit(legs.ask, here, prompt(1000, 500 + seed), max_new=7) for seed in range(6)]
+        until("the consumer's cache is full", lambda: meter(here), lambda m: m.running >= 6)
+        references = legs.at_once(lambda tokens: legs.prefill(there, tokens), prompts, 100)
+        assert all(answer.params["do_remote_prefill"] for answer in references)
+        answers = legs.at_once(lambda n: legs.decode(here, prompts[n], references[n].params, max_new=1), range(100), 100)
+        assert all(asked.result().good for asked in busy)
     assert [answer.status for answer in answers] == [200] * 100
     seen = since(here, before, lambda m: m.loaded >= 100)
     assert (seen.loaded, seen.tokens) == (100, 3900)
@@ -77,7 +86,7 @@ def test_every_request_that_waits_at_a_busy_consumer_keeps_its_lease(fleet: Flee
 
 
 def test_requests_that_share_a_name_are_all_loaded(fleet: Fleet) -> None:
-    there, here = engine(fleet, "P", "--num-gpu-blocks-override=600"), engine(fleet, "D", *SLOW)
+    there, here = engine(fleet, "P", "--num-gpu-blocks-override=600"), engine(fleet, "D")
     before, tokens, name = meter(here), prompt(123, 5), "again-" * 60
     references = legs.at_once(lambda _: legs.prefill(there, tokens, request_id=name), range(8), 8)
     answers = legs.at_once(lambda it: legs.decode(here, tokens, it.params, request_id=name), references, 8)

@@ -42,6 +42,9 @@ TOLD = "loaded since the last step"
 IN_STEP = "FLEET_IN_STEP"
 """The variable that has an engine on a CPU load in its steps, as one on a GPU does out of mapped memory."""
 
+STEP_SECONDS = "FLEET_STEP_SECONDS"
+"""The variable that makes each step in which something is computed take so long at least, as on an engine that is busy."""
+
 SWITCH_SECONDS = "FLEET_SWITCH_SECONDS"
 """The variable that says how long a thread of the engine's process keeps Python's lock while others want it."""
 
@@ -80,6 +83,8 @@ def apply_ordered() -> None:
     steps.trace_where_asked()
     if os.environ.get(SWITCH_SECONDS):
         _switch_threads_after(float(os.environ[SWITCH_SECONDS]))
+    if os.environ.get(STEP_SECONDS):
+        _lengthen_steps(float(os.environ[STEP_SECONDS]))
     if os.environ.get(STOCK_AGENT):
         _take_the_agent_of_stock()
     if os.environ.get(WIDE_WEIGHTS):
@@ -109,6 +114,20 @@ def _switch_threads_after(seconds: float) -> None:
         beginning(self, *args, **kwargs)
 
     EngineCore.__init__ = begin
+
+
+def _lengthen_steps(seconds: float) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    schedule = Scheduler.schedule
+
+    def slowly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = schedule(self, *args, **kwargs)
+        if out.total_num_scheduled_tokens:
+            time.sleep(seconds)
+        return out
+
+    Scheduler.schedule = slowly
 
 
 def _stay_nearby() -> None:
