@@ -82,10 +82,10 @@ def sent(made: Dock, way: str) -> dict[str, str]:
     return errors(made.step(ENOUGH))
 
 
-@pytest.mark.parametrize("error", WRONG)
+@pytest.mark.parametrize("error", WRONG[1:])
 @pytest.mark.parametrize("source", [0, 1])
 @pytest.mark.parametrize("what", ["data", "words"])
-@pytest.mark.parametrize("bad", NAMES)
+@pytest.mark.parametrize("bad", ["a", "c"])
 @pytest.mark.parametrize("way", ["transport", "mapped", "in a step"])
 def test_a_read_that_cannot_be_made_fails_its_load_and_no_other(way, bad, what, source, error):
     made = dock(case(False, 2, 1), mapped=way != "transport")

@@ -231,7 +231,7 @@ class Passage:
     def _spend(self, crossing: Crossing) -> None:
         if crossing.reads:
             self.moved_at = self._clock()
-            self.spent += [read for read in crossing.reads if not self._transport.release(read)]
+            self.spent += [read for read in crossing.reads if not self._released(read)]
             crossing.reads = []
 
     def _filled(self, crossing: Crossing) -> bool:
@@ -342,8 +342,7 @@ class Passage:
         self.links.tell(crossing.peer, link)
 
     def _let_go(self, crossing: Crossing) -> None:
-        keep = (read for read in crossing.reads if self._is_wanted(read, crossing) or not self._transport.release(read))
-        crossing.reads = list(keep)
+        crossing.reads = [read for read in crossing.reads if self._is_wanted(read, crossing) or not self._released(read)]
         if not crossing.reads and self._filled(crossing):
             self._end(crossing, Outcome(crossing.load.request, crossing.error, total_s=self._clock() - crossing.started))
         elif crossing.reads and not crossing.waits:
@@ -364,7 +363,14 @@ class Passage:
 
     def sweep(self) -> None:
         """Give back reads that are done; the transport may need to be asked more than once."""
-        self.spent = [read for read in self.spent if not self._transport.release(read)]
+        self.spent = [read for read in self.spent if not self._released(read)]
+
+    def _released(self, read: Read) -> bool:
+        try:
+            return self._transport.release(read)
+        except Exception:
+            logger.debug("a read of %s cannot be let go of; it is asked for again", read.peer, exc_info=True)
+            return False
 
 
 class _Looks:
