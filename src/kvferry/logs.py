@@ -12,7 +12,7 @@ from typing import Final
 
 from kvferry.errors import printable
 
-LOGGERS: Final = ("kvferry.session", "kvferry.strategy", "kvferry.transport", "kvferry.vllm")
+LOGGERS: Final = ("kvferry.fleet", "kvferry.session", "kvferry.strategy", "kvferry.transport", "kvferry.vllm")
 
 
 def indented(text: str) -> str:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Final
 
+logger = logging.getLogger("kvferry.fleet")
+
+_COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
 _ANYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -51,12 +61,37 @@ def found_device() -> Device:
 
 
 def environment(device: Device, outer: Mapping[str, str]) -> dict[str, str]:
-    """`outer` with what servers need. On a GPU, what somebody has set outside is what they want to measure."""
+    """`outer` with what servers need. On a GPU, what is set outside is what is to be measured."""
     kept = {name: value for name, value in outer.items() if name not in _LEAKED}
     if device is Device.CPU:
         return {**kept, **_ANYWHERE, **_CPU}
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor-{os.getuid()}")}
-    return {**_ANYWHERE, **_CUDA, **compiled, **kept}
+    compiled = kept.get(_COMPILED) or str(kernels_in(Path(tempfile.gettempdir())))
+    return {**_ANYWHERE, **_CUDA, **kept, _COMPILED: compiled}
+
+
+@cache
+def kernels_in(parent: Path) -> Path:
+    """Where compiled kernels are kept from run to run: a folder of this user, that no other user can write to, since servers
+    run what they find there. If the folder is not that, a new one is used, which is removed when this process ends."""
+    folder = parent / f"torchinductor-{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    wrong = _distrusted(folder.lstat())
+    if not wrong:
+        return folder
+    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=parent))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    logger.warning("%s %s: kernels are compiled anew, in %s; remove it to keep them", folder, wrong, made)
+    return made
+
+
+def _distrusted(found: os.stat_result) -> str:
+    """Why other users may have put something there; empty if they cannot have."""
+    if not stat.S_ISDIR(found.st_mode):
+        return "is not a folder"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}"
+    return "can be written to by other users" if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
 
 
 def device_name(device: Device) -> str:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Generic, TypeVar
 
 import zmq
@@ -54,11 +55,14 @@ class Courier(Generic[T]):
         self._forgotten: deque[PeerKey] = deque(maxlen=_UNTAKEN)
         self._asking: set[threading.Thread] = set()
         self._stop, self._urgent = threading.Event(), threading.Event()
+        self._ended = ""
         self._thread = threading.Thread(target=self._run, name="kvferry-courier", daemon=True)
         self._thread.start()
 
     def peer(self, reference: Reference) -> T | str | None:
         """What is known of the producer of a reference; the reason if it cannot be read; None while it is being asked."""
+        if self._ended:
+            return self._ended
         key, now = key_of(reference), time.monotonic()
         found = self._consumer.peer(key, now)
         if found is None and self._consumer.due(key, now):
@@ -107,6 +111,8 @@ class Courier(Generic[T]):
         self._put(lambda: self._consumer.drop(request, reference))
 
     def _put(self, command: Callable[[], None], urgent: bool = False) -> None:
+        if self._ended:
+            return
         self._commands.put(command)
         if urgent:
             self._urgent.set()
@@ -125,10 +131,16 @@ class Courier(Generic[T]):
         self._context.destroy(linger=_LINGER_MS)
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            self._turn(_TICK_S)
-        self._put(lambda: self._consumer.part(math.inf))
-        self._turn(0)
+        try:
+            while not self._stop.is_set():
+                self._turn(_TICK_S)
+            self._put(lambda: self._consumer.part(math.inf))
+            self._turn(0)
+        except BaseException as error:
+            said = printable(f"the thread that renews leases has ended ({type(error).__name__}: {error})")
+            self._ended = f"{said}: nothing can be read; restart the engine"
+            with suppress(BaseException):
+                logger.exception("%s", self._ended)
 
     def _turn(self, wait_s: float) -> None:
         """Carry out what the engine asks for, waiting so long for the first of it; then send what is due."""
@@ -165,7 +177,7 @@ class Courier(Generic[T]):
         thread = threading.Thread(target=self._greet, args=(greeting,), name="kvferry-asking", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             self._unanswered(greeting.address, f"it cannot be asked: {error}; does this process have too many threads?")
         else:
             self._asking.add(thread)
@@ -197,7 +209,7 @@ class Courier(Generic[T]):
             answer = self._answer(address, greeting.hello)
         except KVFerryError as error:
             self._unanswered(address, str(error))
-        except Exception as error:
+        except BaseException as error:
             logger.exception("nothing can be read from %s", address)
             self._unanswered(address, printable(f"{type(error).__name__}: {error}"))
         else:

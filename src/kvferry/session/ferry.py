@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Final
 
 from kvferry.errors import KVFerryError, SessionError, plain
@@ -65,7 +66,8 @@ class Ferry:
     A load from a producer whose connection broke waits until nothing of that connection is under way, `patience_s` at most.
     `tended` is a transport that lets others read from this rank only while it is called, and `hurried` says when they wait for
     that: what they ask this rank to gather is begun, and seen to be complete, on this thread, in its calls of the transport.
-    `entering` is called on the ferry's thread before anything else.
+    `entering` is called on the ferry's thread before anything else. If the thread ends by itself, all loads fail with the
+    reason: the transport is closed first, and nothing lands after that.
     """
 
     def __init__(
@@ -86,8 +88,8 @@ class Ferry:
         self._passage = Passage(transport, words, rank, fill, patience_s, clock)
         self._links = self._passage.links
         self._heard_at = self._pledged = -math.inf
-        self._meeting = self._unsettled = False
-        self._stumbled = ""
+        self._unsettled = self._closed = False
+        self._stumbled = self._ended = ""
         self._wake = Bell()
         self._turn = threading.Lock()
         self._stop = threading.Event()
@@ -102,6 +104,9 @@ class Ferry:
 
     def load(self, *loads: Load, meetings: Sequence[Meeting] = ()) -> None:
         """Producers are met first, but for those of which nothing is loaded in this step: what is would wait for that."""
+        if self._ended and not any(load.is_pledged for load in loads):
+            self._passage.outcomes.extend(Outcome(load.request, self._ended) for load in loads)
+            return
         hurried = [load for load in loads if load.in_step]
         near = {load.peer for load in hurried}
         self._pledge_until(max((load.pledged for load in hurried), default=-math.inf))
@@ -119,7 +124,7 @@ class Ferry:
         """Until when the blocks of a lease will be as they are, whatever becomes of it or of its producer. A load in the next
         step that is made until then cannot fail: its producer's memory is mapped, and nothing is let go of before that step's
         loads are settled. None where nothing can be pledged."""
-        if self.meets or not self._turn.acquire(timeout=_AT_MOST_S):
+        if self._ended or self.meets or not self._turn.acquire(timeout=_AT_MOST_S):
             return None
         try:
             if not self._keeps_all:
@@ -150,7 +155,7 @@ class Ferry:
     @property
     def meets(self) -> bool:
         """Whether a producer is being met, or about to be: whoever wants the ferry's turn would wait for that."""
-        return self._meeting or any(isinstance(command, Meeting) for command in tuple(self._commands))
+        return any(isinstance(command, Meeting) for command in tuple(self._commands))
 
     def _depart_at_once(self) -> None:
         """Loads that were handed in beside pledged ones would wait for a moment in which nothing is pledged."""
@@ -233,11 +238,15 @@ class Ferry:
         self._hand_in(peer)
 
     def _hand_in(self, command: Meeting | Load | PeerKey) -> None:
+        if self._ended and not isinstance(command, Load):
+            return
         self._commands.append(command)
         self._wake.set()
 
     def outcomes(self) -> list[Outcome]:
         self._lent_move_on()
+        if self._ended:
+            self._fail_all()
         out = []
         while self._passage.outcomes:
             out.append(self._passage.outcomes.popleft())
@@ -270,13 +279,55 @@ class Ferry:
                 "rank %d: the transport has not returned in %g s; it is left to the process's end", self._rank, limit_s
             )
             return
-        self._transport.close()
+        if not self._closed:
+            self._transport.close()
 
     def _run(self) -> None:
+        try:
+            self._enter()
+            self._carry_on()
+        except BaseException as error:
+            said = plain(f"the load thread of rank {self._rank} has ended ({type(error).__name__}: {error})")
+            self._ended = f"{said}: nothing is loaded any more; restart the engine"
+            with suppress(BaseException):
+                logger.exception("%s", self._ended)
+            with suppress(BaseException):
+                self._fail_all()
+
+    def _enter(self) -> None:
         try:
             self._entering()
         except KVFerryError as error:
             logger.error("rank %d: the ferry's thread was not prepared; it goes on: %s", self._rank, error)
+        except Exception:
+            logger.exception("rank %d: the ferry's thread was not prepared; it goes on", self._rank)
+
+    def _fail_all(self) -> None:
+        """Once the thread has ended, which the engine's then stands in for: loads fail as soon as nothing can land in their
+        blocks. Those that are pledged are a step's, and are settled first."""
+        if self._keeps_all or not self._turn.acquire(blocking=False):
+            return
+        try:
+            if not self._closed:
+                self._closed = True
+                self._close_transport()
+            for crossing in tuple(self._passage.under_way):
+                crossing.error = crossing.error or self._ended
+                self._passage.move_on(crossing)
+            while self._commands:
+                command = self._commands.popleft()
+                if isinstance(command, Load):
+                    self._passage.outcomes.append(Outcome(command.request, self._ended))
+        finally:
+            self._turn.release()
+
+    def _close_transport(self) -> None:
+        try:
+            self._transport.close()
+        except Exception:
+            logger.exception("rank %d: the transport cannot be closed; loads wait until nothing can land", self._rank)
+
+    def _carry_on(self) -> None:
         while not self._stop.is_set():
             pause = _LONGEST_S
             try:
@@ -330,20 +381,19 @@ class Ferry:
             command = self._commands[0]
             if isinstance(command, Meeting) and met is not None and command.peer not in met:
                 return
-            self._meeting = isinstance(command, Meeting)
+            try:
+                self._carry_out(command)
+            except Exception:
+                logger.exception("the ferry could not do what it was told; it goes on")
             self._commands.popleft()
-            if isinstance(command, Load):
-                self._passage.embark(command)
-            elif isinstance(command, Meeting):
-                self._know(command)
-            else:
-                self._links.forget(command)
 
-    def _know(self, meeting: Meeting) -> None:
-        try:
-            self._links.know(meeting, self._passage.under_way)
-        finally:
-            self._meeting = False
+    def _carry_out(self, command: Meeting | Load | PeerKey) -> None:
+        if isinstance(command, Load):
+            self._passage.embark(command)
+        elif isinstance(command, Meeting):
+            self._links.know(command, self._passage.under_way)
+        else:
+            self._links.forget(command)
 
     def _step(self) -> None:
         self._take_in(() if self._unsettled else None)

@@ -146,8 +146,8 @@ class Links:
                 self.lose(warming.link, warming.read.error)
             if not self._transport.release(warming.read):
                 return False
-        except TransportError as error:
-            logger.debug("%s: a read that warmed its connection up is still held: %s", warming.peer, error)
+        except Exception:
+            logger.debug("%s: a read that warmed its connection up is still held", warming.peer, exc_info=True)
             return False
         peer = self.peers.get(warming.peer)
         if peer is not None and peer.link is warming.link and warming.link.anywhere:

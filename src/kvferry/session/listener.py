@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import zmq
@@ -115,8 +116,12 @@ class Listener:
         self._context.destroy(linger=_LINGER_MS)
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            self._turn()
+        try:
+            while not self._stop.is_set():
+                self._turn()
+        except BaseException:
+            with suppress(BaseException):
+                logger.exception("the listener has ended: no consumer is answered, and leases end; restart the engine")
 
     def _turn(self) -> None:
         try:

@@ -115,18 +115,20 @@ class Passage:
     def _attempt_all(
         self, crossings: Sequence[Crossing], link: Link, action: Callable[[Sequence[Crossing], Link], None]
     ) -> None:
-        """Whatever goes wrong fails all of them, but for what the action itself found wrong with one."""
-        first, *others = crossings
-        ended = False
-
-        def act(_: Crossing) -> None:
-            nonlocal ended
-            action(crossings, link)
-            ended = True
-
-        self._attempt(first, act)
-        for crossing in others if not ended else ():
-            crossing.error = crossing.error or first.error
+        """Together; if that fails, each alone, so that what is wrong with one load fails that load. An action that is called
+        again goes on where it broke off."""
+        if len(crossings) > 1:
+            try:
+                action(crossings, link)
+            except Exception:
+                logger.debug("%d loads cannot go on together; each does alone", len(crossings), exc_info=True)
+            else:
+                return
+        for crossing in crossings:
+            if link.lost and not crossing.error:
+                self._break_off(crossing, link.lost)
+            elif not crossing.error:
+                self._attempt(crossing, lambda it: action([it], link))
 
     def _attempt(self, crossing: Crossing, action: Callable[[Crossing], None]) -> None:
         """Whatever goes wrong fails this load, and no other unless the connection is lost."""
@@ -168,7 +170,7 @@ class Passage:
                     self._attempt(crossing, lambda it: self._advance(it, look))
 
     def _set_out(self) -> None:
-        """What fails before it was begun tries again alone, so that one fails for its own reasons only."""
+        """Of those whose connection is found lost, the ones that were not begun try again alone over another."""
         ready: dict[Link, list[Crossing]] = {}
         for crossing in self.under_way:
             link = crossing.peer.link
@@ -177,7 +179,7 @@ class Passage:
         for link, found in ready.items():
             if len(found) > 1 and not link.lost:
                 self._attempt_all(found, link, self._post)
-            for crossing in found:
+            for crossing in found if link.lost else ():
                 if crossing.error and not crossing.reads and crossing.filled is None:
                     crossing.link, crossing.error = None, ""
 
@@ -229,7 +231,7 @@ class Passage:
     def _spend(self, crossing: Crossing) -> None:
         if crossing.reads:
             self.moved_at = self._clock()
-            self.spent += [read for read in crossing.reads if not self._transport.release(read)]
+            self.spent += [read for read in crossing.reads if not self._released(read)]
             crossing.reads = []
 
     def _filled(self, crossing: Crossing) -> bool:
@@ -253,14 +255,17 @@ class Passage:
         return crossing.link
 
     def _post(self, crossings: Sequence[Crossing], link: Link) -> None:
-        """What is to be filled, and the reads of the data; of several loads at once, if the transport can."""
+        """What is to be filled, and the reads of the data; of several loads at once, if the transport can. What was begun by
+        an earlier call is not begun again."""
+        new = [crossing for crossing in crossings if crossing.link is None and len(crossing.loading.fills)]
         for crossing in crossings:
             crossing.link = link
-        self._begin_to_fill([crossing for crossing in crossings if len(crossing.loading.fills)])
+        self._begin_to_fill(new)
         sound = [crossing for crossing in crossings if not crossing.error]
-        loads = [crossing.loading.tiles for crossing in sound]
-        for prepared in link.data if sound else ():
-            for crossing, read in zip(sound, read_together(self._transport, prepared, loads), strict=True):
+        for source, prepared in enumerate(link.data):
+            lacking = [crossing for crossing in sound if len(crossing.reads) == source]
+            loads = [crossing.loading.tiles for crossing in lacking]
+            for crossing, read in zip(lacking, read_together(self._transport, prepared, loads) if loads else (), strict=True):
                 crossing.reads.append(read)
 
     def _begin_to_fill(self, crossings: Sequence[Crossing]) -> None:
@@ -269,8 +274,8 @@ class Passage:
         if len(fills) > 1 and sum(map(len, fills)) <= _FILLED:
             try:
                 filled = self._fill(joined(fills))
-            except KVFerryError as error:
-                logger.debug("%d loads cannot be filled together: %s", len(crossings), error)
+            except Exception:
+                logger.debug("%d loads cannot be filled together; each is alone", len(crossings), exc_info=True)
             else:
                 for crossing in crossings:
                     crossing.filled = filled
@@ -285,13 +290,17 @@ class Passage:
         """All data has been seen to arrive: now the words are read, which say whether it was still the lease's; of several
         loads by one read that all of them wait for."""
         for crossing in crossings:
-            self._attempt(crossing, self._prepare_to_check)
+            if not crossing.checking:
+                self._attempt(crossing, self._prepare_to_check)
         sound = [crossing for crossing in crossings if not crossing.error]
-        slots = [crossing.load.lease.slot for crossing in sound]
-        for source, (first, prepared) in enumerate(link.words if sound else ()):
-            landings = [crossing.landings[source] for crossing in sound]
+        for source, (first, prepared) in enumerate(link.words):
+            lacking = [crossing for crossing in sound if len(crossing.reads) == source]
+            if not lacking:
+                continue
+            slots = [crossing.load.lease.slot for crossing in lacking]
+            landings = [crossing.landings[source] for crossing in lacking]
             read = self._transport.read(prepared, tiles_of_words(first, slots, landings))
-            for crossing in sound:
+            for crossing in lacking:
                 crossing.reads.append(read)
 
     def _prepare_to_check(self, crossing: Crossing) -> None:
@@ -333,13 +342,19 @@ class Passage:
         self.links.tell(crossing.peer, link)
 
     def _let_go(self, crossing: Crossing) -> None:
-        crossing.reads = [read for read in crossing.reads if not self._transport.release(read)]
+        crossing.reads = [read for read in crossing.reads if self._is_wanted(read, crossing) or not self._released(read)]
         if not crossing.reads and self._filled(crossing):
             self._end(crossing, Outcome(crossing.load.request, crossing.error, total_s=self._clock() - crossing.started))
         elif crossing.reads and not crossing.waits:
             crossing.waits = True
             waits = "it waits until nothing can land in its blocks any more, until the producer goes on or dies"
             logger.error("request %s: %s; %s", crossing.load.request, crossing.error, waits)
+
+    def _is_wanted(self, read: Read, crossing: Crossing) -> bool:
+        """Whether it reads the words of other loads as well, and has not failed: they would fail if it were given up."""
+        if not crossing.checking or read.error:
+            return False
+        return any(read in it.reads for it in self.under_way if it is not crossing and not it.error)
 
     def _end(self, crossing: Crossing, outcome: Outcome) -> None:
         self.landings.extend(crossing.landings)
@@ -348,7 +363,14 @@ class Passage:
 
     def sweep(self) -> None:
         """Give back reads that are done; the transport may need to be asked more than once."""
-        self.spent = [read for read in self.spent if not self._transport.release(read)]
+        self.spent = [read for read in self.spent if not self._released(read)]
+
+    def _released(self, read: Read) -> bool:
+        try:
+            return self._transport.release(read)
+        except Exception:
+            logger.debug("a read of %s cannot be let go of; it is asked for again", read.peer, exc_info=True)
+            return False
 
 
 class _Looks:

@@ -36,4 +36,6 @@ def _has_answered(courier: Courier[Any], address: str) -> bool:
         return False
     except KVFerryError as error:
         logger.error("%s cannot be read, which the requests that name it will find too: %s", address, error)
+    except Exception:
+        logger.exception("%s cannot be met before the first request names it", address)
     return True

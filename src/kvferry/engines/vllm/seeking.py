@@ -32,13 +32,13 @@ class Seeking:
         self._for_nobody = BoundedSemaphore(FOR_NOBODY)
 
     def begin(self, sibling: Reference, digests: Callable[[], Sequence[str]]) -> Future[Reference | None]:
-        return self._seekers.submit(self._seek, sibling, digests, self._patience_s)
+        return _submitted(self._seekers, self._seek, sibling, digests, self._patience_s)
 
     def begin_for_nobody(self, sibling: Reference, digests: Callable[[], Sequence[str]]) -> Future[Reference | None] | None:
         """Where it holds up nobody who waits; None where too much is sought so already."""
         if not self._for_nobody.acquire(blocking=False):
             return None
-        found = self._cleaner.submit(self._seek, sibling, digests, min(FOR_NOBODY_S, self._patience_s))
+        found = _submitted(self._cleaner, self._seek, sibling, digests, min(FOR_NOBODY_S, self._patience_s))
         found.add_done_callback(lambda _: self._for_nobody.release())
         return found
 
@@ -52,7 +52,7 @@ class Seeking:
                     return found
         except KVFerryError:
             raise
-        except Exception as error:
+        except BaseException as error:
             logger.exception("%s cannot be asked for a prompt", key_of(sibling))
             raise SessionError(f"{type(error).__name__}: {error}") from None
         return None
@@ -60,6 +60,16 @@ class Seeking:
     def close(self) -> None:
         for pool in (self._seekers, self._cleaner):
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submitted(pool: ThreadPoolExecutor, seek: Callable[..., Reference | None], *given: Any) -> Future[Reference | None]:
+    """Where no thread can be started, that is what came of it."""
+    try:
+        return pool.submit(seek, *given)
+    except (RuntimeError, MemoryError) as error:
+        failed: Future[Reference | None] = Future()
+        failed.set_exception(SessionError(f"no thread can ask for it: {error}; does this process have too many threads?"))
+        return failed
 
 
 def give_back_when_found(sought: Future[Reference | None], identity: str, courier: Courier[Any]) -> None:

@@ -122,6 +122,8 @@ class WorkerHalf:
             return False
         except KVFerryError as error:
             logger.info("%s is connected to when the first request names it: %s", address, error)
+        except Exception:
+            logger.exception("%s is connected to when the first request names it", address)
         return True
 
     @property
