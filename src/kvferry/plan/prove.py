@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from kvferry.bounds import end
 from kvferry.errors import ProofError, ScatteredError
 from kvferry.manifest.schema import Group, Layer, Manifest, Part, Reach, Shape, TokenPaged
 from kvferry.plan.columns import expanded
@@ -178,15 +179,13 @@ class _Prover:
         src_regions = (self.sources[flow.source] if isinstance(flow, Edge) else self.consumer).regions
         dst_regions = self.consumer.regions
         for run in grain.runs:
-            src, dst = run.src_offset + run.length, run.dst_offset + run.length
-            for count, src_stride, dst_stride in run.repeats:
-                src += (count - 1) * src_stride
-                dst += (count - 1) * dst_stride
-            for end, region in ((src, src_regions[run.src_region]), (dst, dst_regions[run.dst_region])):
-                if end > region.length:
+            src = end(run.src_offset, run.length, [(count, stride) for count, stride, _ in run.repeats])
+            dst = end(run.dst_offset, run.length, [(count, stride) for count, _, stride in run.repeats])
+            for reached, region in ((src, src_regions[run.src_region]), (dst, dst_regions[run.dst_region])):
+                if reached > region.length:
                     where = self._run_whereabouts(group, run)
                     raise ProofError(
-                        f"{where}: a run reaches byte {end:,} of region {region.name}, which has {region.length:,}"
+                        f"{where}: a run reaches byte {reached:,} of region {region.name}, which has {region.length:,}"
                     )
 
     def _run_whereabouts(self, group: Group, run: Run) -> str:
