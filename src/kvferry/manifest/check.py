@@ -31,8 +31,31 @@ Footprint = tuple[int, Digits]
 
 def check_manifest(manifest: Manifest) -> None:
     """Raise ManifestError, naming layer and part, unless the manifest is well formed."""
+    _check_place(manifest)
+    _check_body(manifest)
+
+
+def check_all(manifests: Iterable[Manifest]) -> list[int]:
+    """Like `check_manifest` of each, with what only rank and addresses tell apart looked at once: returns, for each, the number
+    of its body."""
+    bodies: dict[Manifest, int] = {}
+    numbers = []
+    for manifest in manifests:
+        _check_place(manifest)
+        known = len(bodies)
+        numbers.append(bodies.setdefault(manifest.body, known))
+        if numbers[-1] == known:
+            _check_body(manifest)
+    return numbers
+
+
+def _check_place(manifest: Manifest) -> None:
+    """What depends on the rank, and on where its regions lie."""
     _check_rank(manifest)
     _check_regions(manifest)
+
+
+def _check_body(manifest: Manifest) -> None:
     groups = _groups(manifest)
     users = _users(manifest, groups)
     footprints = [_check_shape(users.get(i, f"shape {i}"), shape) for i, shape in enumerate(manifest.shapes)]

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final
 
 from kvferry.errors import MismatchError
-from kvferry.manifest.check import check_manifest
-from kvferry.manifest.compare import Mismatch, compare, compare_engines, compare_layers
-from kvferry.manifest.schema import Layer, Manifest, Rank, Shape
+from kvferry.manifest.check import check_all, check_manifest
+from kvferry.manifest.compare import Content, Mismatch, can_meet, compare, compare_ranks, content
+from kvferry.manifest.schema import Layer, Manifest, Rank, Reach, Shape
 
 CIRCLE: Final = 1 << 32
 _GOLDEN: Final = 2_654_435_769
@@ -39,33 +40,63 @@ class Route:
 
 
 class Fleet:
-    """A producer engine's ranks, checked and indexed by layer name. Layers of equal `alike` lie alike on all ranks."""
+    """An engine's ranks, checked and indexed by layer name. Layers of equal `alike` lie alike on all ranks. Layers of equal
+    `held_by` are held by the same ranks. Ranks of equal number in `bodies` differ in nothing but rank and addresses."""
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
         self.manifests = tuple(sorted(manifests, key=lambda m: m.identity.rank.ordinal))
+        self.bodies = check_all(self.manifests)
         self.holders: dict[str, list[tuple[int, Layer]]] = defaultdict(list)
-        for index, manifest in enumerate(self.manifests):
-            check_manifest(manifest)
+        signed: dict[int, dict[str, tuple[object, ...]]] = {}
+        for index, (manifest, body) in enumerate(zip(self.manifests, self.bodies, strict=True)):
+            if body not in signed:
+                signed[body] = {layer.name: signature(layer) for layer in manifest.layers}
             for layer in manifest.layers:
                 self.holders[layer.name].append((index, layer))
+        # By layer: which of the ways to lie that a body has, so that long signatures are compared once.
+        numbers: dict[tuple[object, ...], int] = {}
+        ways = {
+            body: {name: numbers.setdefault(s, len(numbers)) for name, s in found.items()} for body, found in signed.items()
+        }
         kinds: dict[tuple[object, ...], int] = {}
         self.alike = {
-            name: kinds.setdefault(tuple((index, signature(layer)) for index, layer in held), len(kinds))
+            name: kinds.setdefault(tuple((index, ways[self.bodies[index]][name]) for index, _ in held), len(kinds))
             for name, held in self.holders.items()
         }
+        sets: dict[tuple[int, ...], int] = {}
+        self.held_by = {
+            name: sets.setdefault(tuple([index for index, _ in held]), len(sets)) for name, held in self.holders.items()
+        }
+        self.models = {m.identity.model for m in self.manifests}
+        self._contents: dict[int, set[Content]] = {}
         self._cells: dict[tuple[object, ...], list[tuple[Box, list[int]]]] = {}
         self._boxes: dict[tuple[object, ...], tuple[tuple[int, Box], ...]] = {}
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the ranks agree with each other and have nothing that is not supported."""
+        return not any(compare_ranks(self.manifests))
+
+    def is_all(self, layer: str, wanted: Content) -> bool:
+        """Whether every rank that holds a layer holds this in it, all of them in one group."""
+        alike = self.alike[layer]
+        if alike not in self._contents:
+            held = {self.bodies[index]: (self.manifests[index], other) for index, other in self.holders[layer]}
+            one_group = len({other.group for _, other in held.values()}) == 1
+            self._contents[alike] = {content(*found) for found in held.values()} if one_group else set()
+        return self._contents[alike] == {wanted}
 
     def part_boxes(self, consumer: Manifest, layer: Layer, part: int, at: int) -> tuple[tuple[int, Box], ...]:
         """The boxes of a consumer's part, each with the producer rank to read it from; `at` is the layer's place on its arc."""
         mine = layer.parts[part]
         shape = consumer.shapes[mine.shape]
-        key = (self.alike.get(layer.name, -1), mine.name, tuple(a.name for a in shape.axes), live_box(shape))
+        live = live_box(shape)
+        key = (self.alike.get(layer.name, -1), mine.name, tuple(a.name for a in shape.axes), live)
         cells = self._cells.get(key)
         if cells is None:
             held = self.held(layer.name, mine.name, shape)
-            cells = self._cells[key] = [cell for cell in _cells(live_box(shape), held) if cell[1]]
-        arcs, arc = readers_of(shape, consumer.identity.rank)
+            cells = self._cells[key] = [cell for cell in _cells(live, held) if cell[1]]
+        arcs, arc = readers_of(shape, live, consumer.identity.rank)
         place = arc * CIRCLE + at
         chosen = tuple(holders[place * len(holders) // (arcs * CIRCLE)] for _, holders in cells)
         found = self._boxes.get((key, chosen))
@@ -133,11 +164,11 @@ class Deal:
         rank = consumer.identity.rank
         name = (reader or consumer.identity.engine).encode()
         start = int.from_bytes(blake2b(name, digest_size=4).digest(), "big") + rank.pp * CIRCLE // rank.pp_size
-        dealt: dict[tuple[object, ...], list[Layer]] = defaultdict(list)
+        dealt: dict[tuple[int, bool, Reach], list[Layer]] = defaultdict(list)
         for layer in consumer.layers:
             if layer.name in fleet.holders:
                 state = consumer.shapes[layer.parts[0].shape].token is None
-                dealt[tuple(index for index, _ in fleet.holders[layer.name]), state, layer.reach].append(layer)
+                dealt[fleet.held_by[layer.name], state, layer.reach].append(layer)
         self._at: dict[str, int] = {}
         for turn, layers in enumerate(dealt.values()):
             sizes = [_weight(consumer, layer) for layer in layers]
@@ -165,11 +196,9 @@ def _weight(consumer: Manifest, layer: Layer) -> int:
     return total
 
 
-def readers_of(shape: Shape, rank: Rank) -> tuple[int, int]:
-    """How many ranks of one stage read the same box, and which of them this one is: neighbours hold the same."""
-    shards = prod(
-        -(-axis.live_size // max(1, stop - start)) for axis, (start, stop) in zip(shape.axes, live_box(shape), strict=True)
-    )
+def readers_of(shape: Shape, live: Box, rank: Rank) -> tuple[int, int]:
+    """How many ranks of one stage read the same live box, and which of them this one is: neighbours hold the same."""
+    shards = prod(-(-axis.live_size // max(1, stop - start)) for axis, (start, stop) in zip(shape.axes, live, strict=True))
     readers = max(1, rank.tp_size // shards)
     return readers, rank.tp % readers
 
@@ -249,11 +278,14 @@ def refuse_mismatches(consumer: Manifest, fleet: Fleet) -> None:
 
     Layers that lie alike match alike: one of each class is compared, and all of them only for the list of an error.
     """
-    engines = compare_engines(consumer, fleet.manifests)
     some = representatives(consumer, fleet)
-    absent = [layer for layer in consumer.layers if layer.name not in fleet.holders]
-    holders = {layer.name: [(fleet.manifests[i], other) for i, other in fleet.holders[layer.name]] for layer in some}
-    if engines or compare_layers(consumer, (*some, *absent), holders) or missing(consumer, some, fleet):
+    fits = (
+        fleet.in_order
+        and can_meet(consumer, fleet.models)
+        and not any(layer.required for layer in consumer.layers if layer.name not in fleet.holders)
+        and all(fleet.is_all(layer.name, content(consumer, layer)) for layer in some)
+    )
+    if not fits or missing(consumer, some, fleet):
         found = compare(consumer, fleet.manifests)
         unlike = {mismatch.layer for mismatch in found}
         alike = [layer for layer in consumer.layers if layer.name in fleet.holders and layer.name not in unlike]
