@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvferry.errors import ProofError
+from kvferry.errors import ScatteredError
 from kvferry.manifest.check import check_manifest
 from kvferry.manifest.schema import Layer, Manifest, Part, Reach, Shape
 from kvferry.plan.choose import (
@@ -289,7 +289,9 @@ def _box_runs(
         dst_upper, dst_inner = cut(canonical(dst.token.digits), entries)
         factors.append(joint(src_inner, 0, dst_inner, 0, entries))
     if prod(len(f) for f in factors) > MAX_ITEMS:
-        raise ProofError(f"a part falls into more than {MAX_ITEMS:,} strided runs: its digits and the other side's do not fit")
+        raise ScatteredError(
+            f"a part falls into more than {MAX_ITEMS:,} strided runs: its digits and the other side's do not fit"
+        )
     runs = []
     for pieces in product(*factors):
         length, repeats = fold(dst.element.bytes, [d for _, _, digits in pieces for d in digits])

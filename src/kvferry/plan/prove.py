@@ -183,19 +183,21 @@ class _Prover:
                     raise ProofError(f"{where}: a tile of {grain.tokens} tokens would get {moved:,} bytes, more than it has")
 
     def _too_scattered(self) -> ScatteredError:
-        """Names what falls into most runs."""
+        """Says how many runs there are, and names what falls into most of them."""
         found = [
             (prod(c for c, _, _ in run.repeats), run, flow.dst_group if isinstance(flow, Edge) else flow.group)
             for flow in self.plan.flows
             for grain in flow.grains
             for run in grain.runs
         ]
+        total = sum(count for count, _, _ in found)
         count, run, group = max(found, key=lambda one: one[0])
         known = group in self.groups and run.dst_region < len(self.dst_base)
         where = self._run_whereabouts(self.groups[group], run) if known else "a plan"
         return ScatteredError(
-            f"{where}: {count:,} runs of {run.length:,} bytes for one rank, and a plan has {MAX_RUNS:,} runs a tile at most: "
-            "both sides keep it in orders that have no longer runs in common; more tensor-parallel ranks here have fewer each"
+            f"{where}: the plan of one rank has {total:,} runs, {count:,} of {run.length:,} bytes here alone, and at most "
+            f"{MAX_RUNS:,} are proved: both sides keep it in orders that have no longer runs in common; more tensor-parallel "
+            "ranks here have fewer each"
         )
 
     def _check_indices(self, flow: Edge | Fill, grain: Grain) -> None:
@@ -331,7 +333,7 @@ class _Prover:
             src, dst, length = overlay(self.sources[tag[0]].shapes[src_index], self.consumer.shapes[dst_index])
             total += len(length) * len(places)
             if total > MAX_RUNS:
-                raise ProofError(f"group {tag[2]}: more than {MAX_RUNS:,} runs would be right in one tile")
+                raise ScatteredError(f"group {tag[2]}: more than {MAX_RUNS:,} runs would be right in one tile")
             at = np.array(places, np.int64)
             if len(length):
                 parts[tag].append(((at[:, :1] + src).reshape(-1), (at[:, 1:] + dst).reshape(-1), np.tile(length, len(places))))
@@ -516,7 +518,7 @@ def _not_repeated(
     wanted: dict[tuple[LaneKey, LaneKey], list[Triple]] = defaultdict(list)
     for (src_lane, dst_lane), (src, dst, length) in fine.items():
         if ratio * len(length) > MAX_RUNS:
-            raise ProofError(f"{ratio} tiles of {len(length):,} runs are too many to prove: the plan lacks a grain between")
+            raise ScatteredError(f"{ratio} tiles of {len(length):,} runs are too many to prove: the plan lacks a grain between")
         try:
             (src_upper, src_inner), (dst_upper, dst_inner) = cut(src_lane[1], ratio), cut(dst_lane[1], ratio)
         except ValueError:
