@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli import app, verify
-from kvferry.errors import ProofError
+from kvferry.errors import ProofError, ScatteredError
 from kvferry.models import zoo_names
 
 
@@ -50,14 +50,14 @@ def test_plan_json_carries_manifests_plans_and_a_bound_request():
 def test_plan_json_names_a_teller_for_every_producer_rank_that_nobody_reads():
     document = plan("--model", "deepseek-v3", "--prefill", "tp=64", "--decode", "tp=1", "--tokens", "20")
     assert [r["teller"] for r in document["routes"]] == [None if r["readers"] else 0 for r in document["routes"]]
-    assert sum(bool(r["readers"]) for r in document["routes"]) == 61
+    assert sum(bool(r["readers"]) for r in document["routes"]) == 16
 
 
 def test_verify_counts_pairs_and_lists_illegal_ones_with_the_reason():
     done = CliRunner().invoke(app, ["verify", "--model", "falcon-h1-34b", "--tp", "1,4", "--pp", "1", "--jobs", "1", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert (found["proved"], found["failed"], found["skipped"]) == (1, 0, 3)
+    assert (found["proved"], found["failed"], found["refused"], found["skipped"]) == (1, 0, 0, 3)
     assert len(found["pairs"]) == 4
     assert all("groups" in p["reason"] for p in found["pairs"] if p["status"] == "skipped")
 
@@ -77,6 +77,37 @@ def test_verify_exits_1_when_a_proof_fails(monkeypatch):
     assert done.exit_code == 1
     assert "FAILED" in done.output
     assert "would be written twice" in " ".join(done.output.split())
+
+
+REFUSED = ["verify", "--model", "synthetic-12", "--tp", "2", "--pp", "1", "--decode", "block=32", "--jobs", "1"]
+
+
+def test_verify_exits_1_when_a_pair_that_engines_could_run_is_refused():
+    """Opaque cells of other kernel blocks: it said `skipped`, as of what no engine could run, and exited with 0."""
+    done = CliRunner().invoke(app, [*REFUSED, "--json"])
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert (found["proved"], found["failed"], found["refused"], found["skipped"]) == (0, 0, 1, 0)
+    assert "opaque cells" in found["pairs"][0]["reason"]
+    shown = CliRunner().invoke(app, REFUSED)
+    assert shown.exit_code == 1
+    assert "their caches do not fit each other" in " ".join(shown.output.split())
+
+
+def test_verify_exits_1_when_what_is_kept_alike_nowhere_is_refused(monkeypatch):
+    def refuse(*_args, **_options):
+        raise ScatteredError("layers.3 ssm: 5,000,000 runs")
+
+    monkeypatch.setattr(verify, "make_plans", refuse)
+    done = CliRunner().invoke(app, ["verify", "--model", "lfm2-1.2b", "--tp", "1", "--pp", "1", "--jobs", "1", "--json"])
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["refused"] == 1
+
+
+def test_verify_exits_1_when_nothing_was_proved():
+    done = CliRunner().invoke(app, ["verify", "--model", "falcon-h1-34b", "--tp", "3", "--pp", "1", "--jobs", "1", "--json"])
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["skipped"] == 1
 
 
 def test_verify_covers_the_zoo_by_default_with_enough_pairs():

@@ -36,7 +36,8 @@ from kvferry.manifest import (
     check_manifest,
     compare,
 )
-from kvferry.plan import make_plan
+from kvferry.manifest.compare import compare_layers, content
+from kvferry.plan import Fleet, make_plan, make_plans
 
 MIXER = Mamba2(4, 2, 3, groups=2, ssm_dtype="float32")
 LAYERS: dict[str, LayerKind] = {"layers.0.attn": Attention(4, 8), "layers.7.mixer": MIXER, "layers.9.mixer": MIXER}
@@ -333,3 +334,47 @@ def test_missing_extents_are_named_beside_other_mismatches():
     lines = [str(m) for m in refused.value.mismatches]
     assert any(line.startswith("b k: float16 there, bfloat16 here") for line in lines)
     assert any(line.startswith("a k: head [2, 4)") for line in lines)
+
+
+KINDS: tuple[LayerKind, ...] = (
+    Attention(4, 8), Attention(4, 8, dtype="float16"), Attention(4, 8, reach=Window(16)), Attention(4, 8, reach=Chunk(16)),
+    Attention(2, 8), Attention(4, 8, scales=(1.0, 2.0)), Attention(4, 8, scales=(1.0, 3.0)), Entries("latent", 8),
+    Entries("latent", 8, tokens_per_entry=4), Entries("latent", 8, tokens_per_entry=4, partial=True), OpaqueCells("a", 8),
+    OpaqueCells("b", 8), OpaqueCells("a", 8, head_slots=4), OpaqueState("a", 64), OpaqueState("b", 64), MIXER, Mamba1(8, 2),
+    GatedDelta(2, 4, 2, 2), ShortConv(12, kernel=5), ShortConv(12, kernel=8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [(0, 0), (0, 2)])
+def test_layers_of_equal_content_are_those_without_a_mismatch(spec: tuple[int, int]):
+    """Planning looks at contents, once for all ranks that hold the same, and goes layer by layer only for an error's words."""
+    equal = 0
+    for there in KINDS:
+        for here in KINDS:
+            (producer,) = side("p", {"L": there}, Layout(spec=spec[0]))
+            (consumer,) = side("d", {"L": here}, Layout(spec=spec[1], kv="separate", order="token"))
+            held = {"L": [(producer, producer.layers[0])]}
+            found = compare_layers(consumer, consumer.layers, held)
+            same = content(consumer, consumer.layers[0]) == content(producer, producer.layers[0])
+            assert same == (not found)
+            assert Fleet([producer]).is_all("L", content(consumer, consumer.layers[0])) == same
+            equal += same
+    assert equal == len(KINDS)
+
+
+def test_ranks_that_hold_the_same_are_compared_and_checked_once(monkeypatch: pytest.MonkeyPatch):
+    """All ranks hold all of a latent: what is looked at does not grow with their number."""
+    seen: list[int] = []
+    for ranks in (2, 32):
+        calls = 0
+
+        def counted(manifest: Manifest, layer: Layer) -> object:
+            nonlocal calls
+            calls += 1
+            return content(manifest, layer)
+
+        monkeypatch.setattr("kvferry.plan.choose.content", counted)
+        layers: dict[str, LayerKind] = {f"layers.{i}": Entries("latent", 8) for i in range(4)}
+        make_plans(side("d", layers, tp=ranks), side("p", layers, tp=ranks))
+        seen.append(calls)
+    assert seen[0] == seen[1] > 0

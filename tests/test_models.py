@@ -510,6 +510,17 @@ def test_linear_layers_are_read_from_words_too() -> None:
     assert from_config(listed, "mine").layers == load_model("kimi-linear-48b-a3b").layers
 
 
+def test_a_text_config_with_an_encoder_is_refused_as_one_by_itself_is() -> None:
+    config = CONFIGS["llama-4-scout"]
+    for changed in (
+        {**config, "is_encoder_decoder": True},
+        {**config, "text_config": {**config["text_config"], "is_encoder_decoder": True}},
+    ):
+        with pytest.raises(ModelError, match="is_encoder_decoder is true"):
+            from_config(changed, "mine")
+    assert from_config({**config, "is_encoder_decoder": False, "cross_attention_layers": []}, "mine")
+
+
 def test_an_unknown_model_type_lists_the_known_ones() -> None:
     with pytest.raises(ModelError, match=r"did you mean llama4\? known are bamba, .*qwen3_next") as caught:
         from_config({**LLAMA, "model_type": "llama44"}, "mine")
@@ -536,6 +547,10 @@ def test_a_config_that_is_no_object_is_refused(config: Any) -> None:
         ("nemotron-h-8b", {"conv_kernel": 1}, "conv_kernel is 1"),
         ("granite-4.0-h-tiny", {"mamba_d_head": 65}, "3072 inner channels"),
         ("lfm2-1.2b", {"full_attn_idxs": [16]}, "from 0 to 15"),
+        ("llama-3.1-8b", {"is_encoder_decoder": True}, "is_encoder_decoder is true: a cache as long as an encoder's output"),
+        ("llama-3.1-8b", {"is_encoder_decoder": "yes"}, "true or false is needed"),
+        ("qwen3-32b", {"add_cross_attention": True}, "add_cross_attention is true: a cache as long as an encoder's output"),
+        ("llama-3.1-8b", {"cross_attention_layers": [3, 8]}, "cross_attention_layers names layers that cache an encoder's"),
         ("deepseek-v4-flash", {"compress_ratios": [7] * 43}, "known are 0, 4 and 128"),
         ("deepseek-v4-flash", {"compress_ratios": [4]}, "1 items for 43 layers"),
         ("deepseek-v4-flash", {"qk_rope_head_dim": 512}, "head_dim 512"),

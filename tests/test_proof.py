@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-import kvferry.plan.make
 from kvferry.errors import KVFerryError, ProofError
 from kvferry.manifest import FULL, Axis, Element, Manifest, Rank, TokenPaged, Window
 from kvferry.plan import Edge, Fill, Grain, Lane, Plan, Run, make_plan, make_plans, prove
+from kvferry.plan.prove import Proofs
 from pairs import PAIRS, carried_out, manifests_of, plan_of, request_of
 
 T = TypeVar("T")
@@ -464,11 +464,11 @@ def test_a_plan_is_not_proved_against_manifests_of_another_meaning(name):
 def test_planning_proves_what_it_makes_unless_told_not_to(monkeypatch):
     calls: list[Plan] = []
 
-    def refuse(plan: Plan, consumer: Manifest, producers: object) -> None:
+    def refuse(proofs: Proofs, plan: Plan, consumer: Manifest) -> None:
         calls.append(plan)
         raise ProofError("refused")
 
-    monkeypatch.setattr(kvferry.plan.make, "prove", refuse)
+    monkeypatch.setattr(Proofs, "prove", refuse)
     consumer, producers = manifests_of("block-major to block-major")
     with pytest.raises(ProofError, match="refused"):
         make_plan(consumer, producers)
@@ -485,6 +485,53 @@ def test_every_plan_of_a_pair_is_proved_again_with_the_ranks_it_tells(name):
     producers, consumers = pair.producers, pair.consumers
     for plan, consumer in zip(make_plans(consumers, producers), consumers, strict=True):
         prove(plan, consumer, producers)
+
+
+@names
+def test_an_engine_without_a_reader_is_told_of_the_end_by_exactly_one_rank(name):
+    pair = PAIRS[name]
+    producers, consumers = pair.producers, pair.consumers
+    more = [replace(p, identity=replace(p.identity, rank=Rank(i, 40 * pair.producer.tp))) for i, p in enumerate(producers * 40)]
+    plans = make_plans(consumers, more, proof=False)
+    told = [plan for plan in plans if plan.tells]
+    assert told
+    Proofs(more).prove_all(plans, consumers)
+    for at, plan in enumerate(plans):
+        for tells in (plan.tells[1:], ()) if plan.tells else ():
+            with pytest.raises(ProofError, match="of the end"):
+                Proofs(more).prove_all(put(plans, at, replace(plan, tells=tells)), consumers)
+        if plan is not told[0]:
+            with pytest.raises(ProofError, match="of the end by 2 ranks"):
+                Proofs(more).prove_all(put(plans, at, replace(plan, tells=(*plan.tells, told[0].tells[0]))), consumers)
+
+
+def test_a_consumer_of_one_rank_tells_every_rank_that_it_does_not_read():
+    pair = PAIRS["block-major to block-major"]
+    producers = [replace(p, identity=replace(p.identity, rank=Rank(i, 30))) for i, p in enumerate(pair.producers * 30)]
+    (consumer,) = pair.consumers
+    plan = make_plan(consumer, producers)
+    prove(plan, consumer, producers)
+    assert len(plan.tells) + len(plan.sources) == 30
+    assert plan.tells
+    with pytest.raises(ProofError, match=r"neither reads producer rank tp\d+/30 pp0/1 nor tells it of the end"):
+        prove(replace(plan, tells=plan.tells[1:]), consumer, producers)
+
+
+@names
+def test_what_was_proved_of_one_plan_proves_no_other(name):
+    consumer, producers = manifests_of(name)
+    plan, proofs = plan_of(name), Proofs(producers)
+    proofs.prove(plan, consumer)
+    proofs.prove(plan, consumer)
+    at, edge = next((i, e) for i, e in enumerate(plan.edges))
+    run = edge.grains[-1].runs[0]
+    grain = replace(edge.grains[-1], runs=put(edge.grains[-1].runs, 0, replace(run, src_offset=run.src_offset + 1)))
+    bent = replace(plan, edges=put(plan.edges, at, replace(edge, grains=(*edge.grains[:-1], grain))))
+    for _ in range(2):
+        with pytest.raises(ProofError):
+            proofs.prove(bent, consumer)
+    with pytest.raises(ProofError):
+        proofs.prove(plan, replace(consumer, layers=consumer.layers[1:]))
 
 
 @names

@@ -333,3 +333,17 @@ def test_a_load_of_nothing_launches_nothing(tiles):
     made = made_of(plan, tiles)
     bound = moved(made.moves(0), tiles)
     assert (bound.bytes, bound.runs, bound.launches) == (0, 0, ())
+
+
+@pytest.mark.parametrize("rows", [{64: 4}, {8: 2, 200: 1}])
+def test_rows_that_hold_no_whole_lines_are_refused_in_words(rows):
+    plan = plain([Run(0, 0, 0, 0, 4096, (), 0, 0)], [Lane(4096, ())], 4, 4 * 4096)
+    with pytest.raises(ValueError, match="the widest must be a multiple of 128"):
+        Moves(plan, 0, lambda i: 0, lambda i: 0, rows)
+
+
+@pytest.mark.parametrize("change", [{"src_region": 1}, {"dst_region": 1}, {"src_lane": 1}, {"dst_lane": 1}])
+def test_a_run_in_what_the_plan_does_not_have_is_refused_in_words(change):
+    run = replace(Run(0, 0, 0, 0, 16, (), 0, 0), **change)
+    with pytest.raises(TransportError, match="which the plan does not have"):
+        Moves(plain([run], [Lane(16, ())], 4, 64), 0, lambda i: 0, lambda i: 0)

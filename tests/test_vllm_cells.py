@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,3 +187,23 @@ def test_a_cache_of_another_spec_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(declaring, "TOKEN_SPECS", frozenset({"SomethingElseSpec"}))
     with pytest.raises(ManifestError, match=r"a cache of spec \w+ is not supported; supported: MambaSpec, SomethingElseSpec"):
         manifests(SMALL, "D")
+
+
+class FullAttentionSpec: ...
+
+
+class SinkFullAttentionSpec: ...
+
+
+class CrossAttentionSpec: ...
+
+
+@pytest.mark.parametrize(("spec", "why"), [(SinkFullAttentionSpec, ""), (CrossAttentionSpec, r" \(.*an encoder's output.*\)")])
+def test_every_layer_of_a_group_is_of_a_known_spec_and_not_the_first_alone(spec: type, why: str) -> None:
+    """vLLM puts layers whose specs inherit from each other into one group."""
+    specs = {"layers.0": FullAttentionSpec(), "layers.1": spec()}
+    group = SimpleNamespace(
+        layer_names=[*specs], kv_cache_spec=SimpleNamespace(kv_cache_specs=specs), host_resident=False, enable_kv_transfer=True
+    )
+    with pytest.raises(ManifestError, match=rf"layers\.1: a cache of spec {spec.__name__} is not supported{why}; supported: "):
+        declaring._group(0, group, {}, None, False)  # type: ignore[arg-type]

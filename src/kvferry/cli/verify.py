@@ -18,17 +18,23 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.output import show, show_json
-from kvferry.errors import MismatchError, ProofError, SideError
+from kvferry.errors import MismatchError, ProofError, ScatteredError, SideError
 from kvferry.models import ModelShape, Side, legal, load_model, manifests, zoo_names
 from kvferry.plan import Fleet, make_plans
 
 DEFAULT_TP = (1, 2, 4, 8)
 MAX_JOBS = 256
+STATUSES = ("proved", "failed", "refused", "skipped")
+_WHY = {
+    "refused": "refused: engines could run both sides, and their caches do not fit each other",
+    "skipped": "skipped: no engine could run one of the sides",
+}
 SYNTHETIC_TP = {"synthetic-12": (1, 2, 3, 4, 6, 12)}
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One pair of sides and what became of it; one that no engine could run, or that is refused by name, is skipped."""
+    """One pair of sides and what became of it: one that no engine could run is skipped, one that engines could run and that is
+    refused by name is refused."""
 
     model: str
     prefill: str
@@ -52,18 +58,18 @@ def verify_command(
     jobs: Annotated[int | None, typer.Option(help="Processes. Default: one per core.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Counts and all pairs, for programs.")] = False,
 ) -> None:
-    """Prove every legal pair; exit 1 if any proof fails."""
+    """Prove every legal pair; exit 1 if a proof fails, if a pair is refused, or if no pair is legal."""
     work = work_of(model, tp, pp, prefill, decode)
     if jobs is not None and not 1 <= jobs <= MAX_JOBS:
         raise SideError(f"--jobs {jobs}: give a number from 1 to {MAX_JOBS}")
     pairs = _run(work, jobs or os.cpu_count() or 1)
     counts = Counter(pair.status for pair in pairs)
-    summary = {status: counts.get(status, 0) for status in ("proved", "failed", "skipped")}
+    summary = {status: counts.get(status, 0) for status in STATUSES}
     if as_json:
         show_json({**summary, "pairs": pairs})
     else:
         show(_tables(pairs, summary))
-    if summary["failed"]:
+    if summary["failed"] or summary["refused"] or not summary["proved"]:
         raise typer.Exit(1)
 
 
@@ -126,7 +132,10 @@ def prove_pairs(name: str, prefill: Side, decodes: Sequence[Side]) -> list[Pair]
         try:
             plans = make_plans(_fleet(name, decode, "decode"), _fleet(name, prefill, "prefill"))
         except MismatchError as error:
-            out.append(Pair(*named, "skipped", str(error.mismatches[0])))
+            out.append(Pair(*named, "refused", str(error.mismatches[0])))
+            continue
+        except ScatteredError as error:
+            out.append(Pair(*named, "refused", str(error)))
             continue
         except ProofError as error:
             out.append(Pair(*named, "failed", str(error)))
@@ -159,14 +168,15 @@ def _tables(pairs: Sequence[Pair], summary: dict[str, int]) -> Iterator[Renderab
         counts = Counter(pair.status for pair in pairs if pair.model == name)
         table.add_row(name, *(f"{counts.get(status, 0):,}" if counts.get(status) else "" for status in summary))
     yield table
-    skipped = Counter((pair.model, pair.reason) for pair in pairs if pair.status == "skipped")
-    if skipped:
-        reasons = Table(title="skipped: no engine could run one of the sides, or the two are refused")
-        for name in ("model", "reason", "pairs"):
-            reasons.add_column(name)
-        for (name, reason), count in skipped.items():
-            reasons.add_row(name, reason, f"{count:,}")
-        yield reasons
+    for status, title in _WHY.items():
+        found = Counter((pair.model, pair.reason) for pair in pairs if pair.status == status)
+        if found:
+            reasons = Table(title=title)
+            for name in ("model", "reason", "pairs"):
+                reasons.add_column(name)
+            for (name, reason), count in found.items():
+                reasons.add_row(name, reason, f"{count:,}")
+            yield reasons
     for pair in pairs:
         if pair.status == "failed":
             yield Text(f"FAILED {pair.model} {pair.prefill} → {pair.decode}: {pair.reason}", style="red")

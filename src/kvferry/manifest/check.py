@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from kvferry.bounds import end
 from kvferry.errors import ManifestError
 from kvferry.manifest.schema import DTYPE_BYTES, MAX_BYTES, Axis, Group, Layer, Manifest, Part, Shape, TokenPaged
 from kvferry.strided import Digits, Ints, canonical, footprint, size, span, spread
@@ -30,8 +31,31 @@ Footprint = tuple[int, Digits]
 
 def check_manifest(manifest: Manifest) -> None:
     """Raise ManifestError, naming layer and part, unless the manifest is well formed."""
+    _check_place(manifest)
+    _check_body(manifest)
+
+
+def check_all(manifests: Iterable[Manifest]) -> list[int]:
+    """Like `check_manifest` of each, with what only rank and addresses tell apart looked at once: returns, for each, the number
+    of its body."""
+    bodies: dict[Manifest, int] = {}
+    numbers = []
+    for manifest in manifests:
+        _check_place(manifest)
+        known = len(bodies)
+        numbers.append(bodies.setdefault(manifest.body, known))
+        if numbers[-1] == known:
+            _check_body(manifest)
+    return numbers
+
+
+def _check_place(manifest: Manifest) -> None:
+    """What depends on the rank, and on where its regions lie."""
     _check_rank(manifest)
     _check_regions(manifest)
+
+
+def _check_body(manifest: Manifest) -> None:
     groups = _groups(manifest)
     users = _users(manifest, groups)
     footprints = [_check_shape(users.get(i, f"shape {i}"), shape) for i, shape in enumerate(manifest.shapes)]
@@ -53,11 +77,11 @@ def _check_regions(manifest: Manifest) -> None:
     """Regions whose address is given are apart; an address of 0 is not known yet, and nothing lies in an empty region."""
     known = (r for r in manifest.regions if r.address and r.length)
     placed = sorted((r.memory, r.device, r.address, r.address + r.length, r.name) for r in known)
-    for _, _, _, end, name in placed:
-        if end > MAX_ADDRESS:
-            raise ManifestError(f"region {name} ends at address {end:#x}, past any address")
-    for (*space, _, end, one), (*other_space, start, _, other) in pairwise(placed):
-        if space == other_space and start < end:
+    for _, _, _, stop, name in placed:
+        if stop > MAX_ADDRESS:
+            raise ManifestError(f"region {name} ends at address {stop:#x}, past any address")
+    for (*space, _, stop, one), (*other_space, start, _, other) in pairwise(placed):
+        if space == other_space and start < stop:
             raise ManifestError(f"regions {one} and {other} share memory; declare one region and offsets in it")
 
 
@@ -162,10 +186,10 @@ def _check_part(manifest: Manifest, layer: Layer, part: Part, group: Group, touc
             f"{where}: {token.entries} entries of {token.per_entry} tokens do not make the group's {group.tokens} tokens"
         )
     length, repeats = touched
-    end = part.offset + (group.blocks - 1) * part.block_stride + span(repeats) + length
+    reached = end(part.offset, length, ((group.blocks, part.block_stride),), repeats)
     region = manifest.regions[part.region]
-    if end > region.length:
-        raise ManifestError(f"{where}: reaches byte {end:,} of region {region.name}, which has {region.length:,}")
+    if reached > region.length:
+        raise ManifestError(f"{where}: reaches byte {reached:,} of region {region.name}, which has {region.length:,}")
 
 
 @dataclass
@@ -185,7 +209,7 @@ class _Panel:
 
     @property
     def end(self) -> int:
-        return self.offset + (self.group.blocks - 1) * self.stride + span(self.repeats) + self.length
+        return end(self.offset, self.length, ((self.group.blocks, self.stride),), self.repeats)
 
     @property
     def within_block(self) -> bool:

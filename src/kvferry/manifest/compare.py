@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvferry.manifest.schema import Axis, Chunk, Element, Layer, Manifest, Reach, Shape, TokenPaged, Window
 
@@ -42,6 +43,17 @@ class Mismatch:
 Holders = Mapping[str, Sequence[tuple[Manifest, Layer]]]
 
 
+class _Meaning(NamedTuple):
+    """What the numbers of a part are, and how many there are of them."""
+
+    element: Element
+    entries: tuple[int, bool]
+    sizes: tuple[tuple[str, int], ...]
+
+
+Content = tuple[bool, Reach, tuple[tuple[str, _Meaning], ...]]
+
+
 def compare(consumer: Manifest, producers: Sequence[Manifest]) -> tuple[Mismatch, ...]:
     """All reasons why `consumer` cannot be loaded from `producers`, the ranks of one engine; empty if there is none."""
     holders: dict[str, list[tuple[Manifest, Layer]]] = defaultdict(list)
@@ -53,10 +65,31 @@ def compare(consumer: Manifest, producers: Sequence[Manifest]) -> tuple[Mismatch
 
 def compare_engines(consumer: Manifest, producers: Sequence[Manifest]) -> tuple[Mismatch, ...]:
     """What is wrong between the engines as a whole."""
-    found = [*_identities(consumer, producers)]
-    for manifest in (consumer, *producers):
-        found += _unsupported(manifest)
-    return tuple(found)
+    ranks, unsupported = compare_ranks(producers)
+    return (*_models(consumer, producers), *ranks, *_unsupported(consumer), *unsupported)
+
+
+def compare_ranks(producers: Sequence[Manifest]) -> tuple[tuple[Mismatch, ...], tuple[Mismatch, ...]]:
+    """What is wrong with the ranks of an engine, whatever reads them: between them, and what they have that nothing reads."""
+    return tuple(_identities(producers)), tuple(found for producer in producers for found in _unsupported(producer))
+
+
+def can_meet(consumer: Manifest, models: Set[str]) -> bool:
+    """Whether nothing is wrong between a consumer and engines of the models, whose own ranks are in order."""
+    return models <= {consumer.identity.model} and not any(_unsupported(consumer))
+
+
+def content(manifest: Manifest, layer: Layer) -> Content:
+    """What a layer holds, wherever it lies and whatever share of it. Two layers have equal content exactly if `compare_layers`
+    finds nothing between them."""
+    parts = sorted((part.name, _meaning(manifest.shapes[part.shape])) for part in layer.parts)
+    return manifest.group(layer.group).tokens == 0, layer.reach, tuple(parts)
+
+
+def _meaning(shape: Shape) -> _Meaning:
+    token = shape.token
+    entries = (token.per_entry, token.moves_partial) if token else (0, False)
+    return _Meaning(shape.element, entries, tuple(sorted((axis.name, axis.live_size) for axis in shape.axes)))
 
 
 def compare_layers(consumer: Manifest, layers: Iterable[Layer], holders: Holders) -> tuple[Mismatch, ...]:
@@ -79,18 +112,24 @@ def compare_layers(consumer: Manifest, layers: Iterable[Layer], holders: Holders
     return tuple(dict.fromkeys(found))
 
 
-def _identities(consumer: Manifest, producers: Sequence[Manifest]) -> Iterator[Mismatch]:
+def _models(consumer: Manifest, producers: Sequence[Manifest]) -> Iterator[Mismatch]:
     for model in sorted({p.identity.model for p in producers} - {consumer.identity.model}):
         yield Mismatch(f"model {model} there, {consumer.identity.model} here", name="model")
+
+
+def _identities(producers: Sequence[Manifest]) -> Iterator[Mismatch]:
     engines = {(p.identity.engine, p.identity.incarnation) for p in producers}
     if len(engines) > 1:
         names = ", ".join(f"{engine}@{incarnation}" for engine, incarnation in sorted(engines))
         yield Mismatch(f"the producer's ranks are of different engines or incarnations: {names}", name="ranks")
-    ranks = [p.identity.rank for p in producers]
-    for rank in sorted({str(r) for r in ranks if ranks.count(r) > 1}):
+    ranks = Counter(p.identity.rank for p in producers)
+    for rank in sorted(str(r) for r, times in ranks.items() if times > 1):
         yield Mismatch(f"producer rank {rank} appears twice", name="ranks")
-    for group_id in sorted({g.id for p in producers for g in p.groups}):
-        same = {(g.paging, g.blocks) for p in producers for g in p.groups if g.id == group_id}
+    blocks: dict[int, set[object]] = defaultdict(set)
+    for groups in {p.groups for p in producers}:
+        for group in groups:
+            blocks[group.id].add((group.paging, group.blocks))
+    for group_id, same in sorted(blocks.items()):
         if len(same) > 1:
             what = f"the producer's ranks disagree on group {group_id}: one block table cannot serve them all"
             yield Mismatch(what, name="ranks")

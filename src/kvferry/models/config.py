@@ -412,6 +412,8 @@ def from_config(config: Mapping[str, object], name: str, dtype: str = "") -> Mod
     if outer.has("text_config"):
         keys, path = outer.section("text_config"), "language_model.model.layers"
     family = _family(keys, outer)
+    for found in {id(some): some for some in (outer, keys)}.values():
+        _refuse_encoders(found)
     own = keys.dtype("torch_dtype", "dtype", default=outer.dtype("torch_dtype", "dtype", default="bfloat16"))
     given = {key: value for key, value in keys.values.items() if value is not None}
     c = _Config(replace(keys, values={**_LEFT_OUT.get(family, {}), **given}), path, dtype or own)
@@ -420,6 +422,17 @@ def from_config(config: Mapping[str, object], name: str, dtype: str = "") -> Mod
         raise ModelError(f"{name}: none of its {len(layers)} layers caches anything, so there is nothing to transfer")
     alignment = MLA_ALIGNMENT if family in _LATENT else 16
     return ModelShape(name, layers, outer.text("_source", default="its config.json"), alignment, c.heads)
+
+
+def _refuse_encoders(keys: Fields) -> None:
+    """Layers that attend to an encoder cache as many tokens as its output has, which a request's tokens do not count."""
+    for key in ("is_encoder_decoder", "add_cross_attention"):
+        if keys.flag(key, default=False):
+            raise keys.error(
+                key, "is true: a cache as long as an encoder's output is not supported, only decoder-only models are"
+            )
+    if keys.has("cross_attention_layers") and keys.items("cross_attention_layers"):
+        raise keys.error("cross_attention_layers", "names layers that cache an encoder's output, which is not supported")
 
 
 def _family(keys: Fields, outer: Fields) -> str:

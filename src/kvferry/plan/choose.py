@@ -2,7 +2,8 @@
 
 The choice depends on manifests and the reader's name alone, so that whoever knows them arrives at the same one. Replicas of
 a box are the stops of a circle. The ranks of a reader that read the same box have equal arcs of it, each deals its layers
-along its arc in proportion to their bytes, and readers begin at places of their own.
+along its arc in proportion to their bytes, and readers begin at places of their own. On an arc of many stops a rank uses few,
+the same ones for all its layers.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvferry.errors import MismatchError
-from kvferry.manifest.check import check_manifest
-from kvferry.manifest.compare import Mismatch, compare, compare_engines, compare_layers
-from kvferry.manifest.schema import Layer, Manifest, Rank, Shape
+from kvferry.errors import MismatchError, ScatteredError
+from kvferry.manifest.check import check_all, check_manifest
+from kvferry.manifest.compare import Content, Mismatch, can_meet, compare, compare_ranks, content
+from kvferry.manifest.schema import Layer, Manifest, Rank, Reach, Shape
 
 CIRCLE: Final = 1 << 32
+MOST_SOURCES: Final = 16
+"""Ranks that one rank reads where fewer would do: each is a connection, a handshake, and a read of every request. What takes
+more ranks to hold is read from all of them."""
+MAX_LOOKS: Final = 1 << 20
+"""Boxes that a part is cut into by what the producer's ranks hold of it, times the boxes that these hold."""
 _GOLDEN: Final = 2_654_435_769
 """The golden section of the circle: kinds of layers that follow each other begin far apart."""
 _FINE: Final = 1 << 10
@@ -39,35 +46,69 @@ class Route:
 
 
 class Fleet:
-    """A producer engine's ranks, checked and indexed by layer name. Layers of equal `alike` lie alike on all ranks."""
+    """An engine's ranks, checked and indexed by layer name. Layers of equal `alike` lie alike on all ranks. Layers of equal
+    `held_by` are held by the same ranks. Ranks of equal number in `bodies` differ in nothing but rank and addresses."""
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
         self.manifests = tuple(sorted(manifests, key=lambda m: m.identity.rank.ordinal))
+        self.bodies = check_all(self.manifests)
         self.holders: dict[str, list[tuple[int, Layer]]] = defaultdict(list)
-        for index, manifest in enumerate(self.manifests):
-            check_manifest(manifest)
+        signed: dict[int, dict[str, tuple[object, ...]]] = {}
+        for index, (manifest, body) in enumerate(zip(self.manifests, self.bodies, strict=True)):
+            if body not in signed:
+                signed[body] = {layer.name: signature(layer) for layer in manifest.layers}
             for layer in manifest.layers:
                 self.holders[layer.name].append((index, layer))
+        # By layer: which of the ways to lie that a body has, so that long signatures are compared once.
+        numbers: dict[tuple[object, ...], int] = {}
+        ways = {
+            body: {name: numbers.setdefault(s, len(numbers)) for name, s in found.items()} for body, found in signed.items()
+        }
         kinds: dict[tuple[object, ...], int] = {}
         self.alike = {
-            name: kinds.setdefault(tuple((index, signature(layer)) for index, layer in held), len(kinds))
+            name: kinds.setdefault(tuple((index, ways[self.bodies[index]][name]) for index, _ in held), len(kinds))
             for name, held in self.holders.items()
         }
+        sets: dict[tuple[int, ...], int] = {}
+        self.held_by = {
+            name: sets.setdefault(tuple([index for index, _ in held]), len(sets)) for name, held in self.holders.items()
+        }
+        self.models = {m.identity.model for m in self.manifests}
+        self._contents: dict[int, set[Content]] = {}
         self._cells: dict[tuple[object, ...], list[tuple[Box, list[int]]]] = {}
         self._boxes: dict[tuple[object, ...], tuple[tuple[int, Box], ...]] = {}
 
-    def part_boxes(self, consumer: Manifest, layer: Layer, part: int, at: int) -> tuple[tuple[int, Box], ...]:
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the ranks agree with each other and have nothing that is not supported."""
+        return not any(compare_ranks(self.manifests))
+
+    def is_all(self, layer: str, wanted: Content) -> bool:
+        """Whether every rank that holds a layer holds this in it, all of them in one group."""
+        alike = self.alike[layer]
+        if alike not in self._contents:
+            held = {self.bodies[index]: (self.manifests[index], other) for index, other in self.holders[layer]}
+            one_group = len({other.group for _, other in held.values()}) == 1
+            self._contents[alike] = {content(*found) for found in held.values()} if one_group else set()
+        return self._contents[alike] == {wanted}
+
+    def part_boxes(self, consumer: Manifest, layer: Layer, part: int, at: Place) -> tuple[tuple[int, Box], ...]:
         """The boxes of a consumer's part, each with the producer rank to read it from; `at` is the layer's place on its arc."""
         mine = layer.parts[part]
         shape = consumer.shapes[mine.shape]
-        key = (self.alike.get(layer.name, -1), mine.name, tuple(a.name for a in shape.axes), live_box(shape))
+        live = live_box(shape)
+        key = (self.alike.get(layer.name, -1), mine.name, tuple(a.name for a in shape.axes), live)
         cells = self._cells.get(key)
         if cells is None:
             held = self.held(layer.name, mine.name, shape)
-            cells = self._cells[key] = [cell for cell in _cells(live_box(shape), held) if cell[1]]
-        arcs, arc = readers_of(shape, consumer.identity.rank)
-        place = arc * CIRCLE + at
-        chosen = tuple(holders[place * len(holders) // (arcs * CIRCLE)] for _, holders in cells)
+            try:
+                cells = self._cells[key] = [cell for cell in _cells(live, held) if cell[1]]
+            except ScatteredError as error:
+                raise ScatteredError(f"{layer.name} {mine.name}: {error}") from None
+        arcs, arc = readers_of(shape, live, consumer.identity.rank)
+        chosen = tuple(
+            holders[(arc * CIRCLE + at.of(len(holders), arcs)) * len(holders) // (arcs * CIRCLE)] for _, holders in cells
+        )
         found = self._boxes.get((key, chosen))
         if found is None:
             found = self._boxes[key, chosen] = _glued(list(zip(chosen, (cell for cell, _ in cells), strict=True)))
@@ -81,6 +122,24 @@ class Fleet:
             for twin in other.parts
             if twin.name == part
         ]
+
+
+class Place(NamedTuple):
+    """Where on its arc a layer is read: at `exact`, unless an arc has more than `most` stops, which are then as many, as far
+    from each other as can be, counted from `start`."""
+
+    exact: int
+    start: int
+    most: int
+
+    def of(self, holders: int, arcs: int) -> int:
+        if holders <= arcs * self.most:
+            return self.exact
+        stop = (self.exact - self.start) % CIRCLE * self.most // CIRCLE
+        return (self.start + stop * CIRCLE // self.most) % CIRCLE
+
+
+_ANYWHERE: Final = Place(0, 0, MOST_SOURCES)
 
 
 def base(layer: Layer) -> tuple[int, int]:
@@ -133,21 +192,22 @@ class Deal:
         rank = consumer.identity.rank
         name = (reader or consumer.identity.engine).encode()
         start = int.from_bytes(blake2b(name, digest_size=4).digest(), "big") + rank.pp * CIRCLE // rank.pp_size
-        dealt: dict[tuple[object, ...], list[Layer]] = defaultdict(list)
+        dealt: dict[tuple[int, bool, Reach], list[Layer]] = defaultdict(list)
         for layer in consumer.layers:
             if layer.name in fleet.holders:
                 state = consumer.shapes[layer.parts[0].shape].token is None
-                dealt[tuple(index for index, _ in fleet.holders[layer.name]), state, layer.reach].append(layer)
-        self._at: dict[str, int] = {}
+                dealt[fleet.held_by[layer.name], state, layer.reach].append(layer)
+        most = max(1, MOST_SOURCES // max(1, len({held for held, _, _ in dealt})))
+        self._at: dict[str, Place] = {}
         for turn, layers in enumerate(dealt.values()):
             sizes = [_weight(consumer, layer) for layer in layers]
             for layer, end, size in zip(layers, accumulate(sizes), sizes, strict=True):
                 middle = (2 * end - size) * CIRCLE // (2 * sum(sizes))
-                self._at[layer.name] = (start + turn * _GOLDEN + middle) % CIRCLE
+                self._at[layer.name] = Place((start + turn * _GOLDEN + middle) % CIRCLE, start % CIRCLE, most)
 
     def boxes(self, layer: Layer, part: int) -> tuple[tuple[int, Box], ...]:
         """The boxes of a part, each with the index of the producer rank to read it from."""
-        return self._fleet.part_boxes(self._consumer, layer, part, self._at.get(layer.name, 0))
+        return self._fleet.part_boxes(self._consumer, layer, part, self._at.get(layer.name, _ANYWHERE))
 
     def sources(self) -> frozenset[int]:
         """Indices of the producer ranks that the consumer reads."""
@@ -165,22 +225,34 @@ def _weight(consumer: Manifest, layer: Layer) -> int:
     return total
 
 
-def readers_of(shape: Shape, rank: Rank) -> tuple[int, int]:
-    """How many ranks of one stage read the same box, and which of them this one is: neighbours hold the same."""
-    shards = prod(
-        -(-axis.live_size // max(1, stop - start)) for axis, (start, stop) in zip(shape.axes, live_box(shape), strict=True)
-    )
+def readers_of(shape: Shape, live: Box, rank: Rank) -> tuple[int, int]:
+    """How many ranks of one stage read the same live box, and which of them this one is: neighbours hold the same."""
+    shards = prod(-(-axis.live_size // max(1, stop - start)) for axis, (start, stop) in zip(shape.axes, live, strict=True))
     readers = max(1, rank.tp_size // shards)
     return readers, rank.tp % readers
 
 
 def _cells(wanted: Box, held: Sequence[tuple[int, Box]]) -> Iterator[tuple[Box, list[int]]]:
-    """`wanted` cut at the holders' borders, each cell with those who hold it."""
+    """`wanted` cut at the holders' borders, each cell with those who hold it; raises ScatteredError for too many."""
+    alike: dict[Box, list[int]] = defaultdict(list)
+    for holder, box in held:
+        alike[box].append(holder)
     cuts = []
     for axis, (start, stop) in enumerate(wanted):
-        cuts.append(list(pairwise(sorted({start, stop, *(p for _, box in held for p in box[axis] if start < p < stop)}))))
+        cuts.append(list(pairwise(sorted({start, stop, *(p for box in alike for p in box[axis] if start < p < stop)}))))
+    cells = prod(map(len, cuts))
+    if cells * len(alike) > MAX_LOOKS:
+        raise ScatteredError(
+            f"what {len(held):,} ranks of the producer hold of it cuts it into {cells:,} boxes, too many to find in "
+            f"{len(alike):,}: they share it out as no engine does"
+        )
     for cell in product(*cuts):
-        yield cell, [h for h, box in held if all(a <= c and d <= b for (a, b), (c, d) in zip(box, cell, strict=True))]
+        found = [
+            holders
+            for box, holders in alike.items()
+            if all(a <= c and d <= b for (a, b), (c, d) in zip(box, cell, strict=True))
+        ]
+        yield cell, sorted(chain.from_iterable(found))
 
 
 def _glued(cells: list[tuple[int, Box]]) -> tuple[tuple[int, Box], ...]:
@@ -212,7 +284,7 @@ def missing(consumer: Manifest, layers: Iterable[Layer], fleet: Fleet) -> tuple[
         for i, part in enumerate(layer.parts):
             shape = consumer.shapes[part.shape]
             live = live_box(shape)
-            if sum(volume(box) for _, box in fleet.part_boxes(consumer, layer, i, 0)) < volume(live):
+            if sum(volume(box) for _, box in fleet.part_boxes(consumer, layer, i, _ANYWHERE)) < volume(live):
                 lacking = [(0, cell) for cell, holders in _cells(live, fleet.held(layer.name, part.name, shape)) if not holders]
                 for n in range(len(live)):
                     lacking = _glue(lacking, n)
@@ -249,11 +321,14 @@ def refuse_mismatches(consumer: Manifest, fleet: Fleet) -> None:
 
     Layers that lie alike match alike: one of each class is compared, and all of them only for the list of an error.
     """
-    engines = compare_engines(consumer, fleet.manifests)
     some = representatives(consumer, fleet)
-    absent = [layer for layer in consumer.layers if layer.name not in fleet.holders]
-    holders = {layer.name: [(fleet.manifests[i], other) for i, other in fleet.holders[layer.name]] for layer in some}
-    if engines or compare_layers(consumer, (*some, *absent), holders) or missing(consumer, some, fleet):
+    fits = (
+        fleet.in_order
+        and can_meet(consumer, fleet.models)
+        and not any(layer.required for layer in consumer.layers if layer.name not in fleet.holders)
+        and all(fleet.is_all(layer.name, content(consumer, layer)) for layer in some)
+    )
+    if not fits or missing(consumer, some, fleet):
         found = compare(consumer, fleet.manifests)
         unlike = {mismatch.layer for mismatch in found}
         alike = [layer for layer in consumer.layers if layer.name in fleet.holders and layer.name not in unlike]

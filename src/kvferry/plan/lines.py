@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import ProofError
+from kvferry.errors import ScatteredError
 from kvferry.manifest.schema import Axis, Shape
 from kvferry.strided import Ints, canonical, merge, offsets
 
@@ -85,7 +85,7 @@ def _line(shape: Shape, order: Sequence[str], live: bool) -> tuple[Ints, Ints, i
             contiguous = False
             pieces *= count
             if pieces > MAX_PIECES:
-                raise ProofError(f"a part in more than {MAX_PIECES:,} separate pieces is too scattered to be copied")
+                raise ScatteredError(f"a part in more than {MAX_PIECES:,} separate pieces is too scattered to be copied")
             at = np.arange(count, dtype=np.int64)
             line = ((axis.start + at)[:, None] * weight + line).reshape(-1)
             memory = (offsets(axis.digits, at)[:, None] + memory).reshape(-1)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvferry.errors import ProofError
+from kvferry.errors import ScatteredError
 from kvferry.manifest.check import check_manifest
 from kvferry.manifest.schema import Layer, Manifest, Part, Reach, Shape
 from kvferry.plan.choose import (
@@ -32,7 +32,7 @@ from kvferry.plan.choose import (
     signature,
     volume,
 )
-from kvferry.plan.prove import prove
+from kvferry.plan.prove import Proofs
 from kvferry.plan.schema import MAX_ITEMS, Edge, Fill, Grain, Lane, Need, Plan, Run, Side
 from kvferry.strided import Digits, JointDigits, borders, canonical, cut, fitting_grain, fold, gather, joint
 
@@ -47,6 +47,7 @@ LaneKey = tuple[int, Digits]
 NeedKey = tuple[Reach, int, bool, int]
 Boxes = tuple[tuple[int, Box], ...]
 """Boxes of a part, each with the producer rank to read it from."""
+_Made = dict[tuple[object, ...], Plan]
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,16 @@ def make_plan(
     """
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
     check_manifest(consumer)
-    plan = _plan(consumer, fleet, proof, reader)
+    refuse_mismatches(consumer, fleet)
+    plan = _plan(consumer, fleet, reader, (0, {}))
     mine = consumer.identity.rank
     everyone = {c.identity.rank for c in consumers} | {mine}
-    if len(everyone) < mine.tp_size * mine.pp_size:
-        return plan
-    found = routes(fleet, consumers or (consumer,), reader)
-    return replace(plan, tells=tuple(r.producer for r in found if r.teller == mine))
+    if len(everyone) == mine.tp_size * mine.pp_size:
+        found = routes(fleet, consumers or (consumer,), reader)
+        plan = replace(plan, tells=tuple(r.producer for r in found if r.teller == mine))
+    if proof:
+        Proofs(fleet.manifests).prove(plan, consumer)
+    return plan
 
 
 def make_plans(
@@ -133,34 +137,49 @@ def make_plans(
     """The plans of all ranks of a consumer, in the order of their ordinals, as `make_plan` gives them one by one."""
     fleet = producers if isinstance(producers, Fleet) else Fleet(producers)
     readers = consumers if isinstance(consumers, Fleet) else Fleet(consumers)
-    plans = [_plan(c, fleet, proof, reader) for c in readers.manifests]
+    made: _Made = {}
+    compared: set[tuple[int, str]] = set()
+    plans = []
+    for consumer, body in zip(readers.manifests, readers.bodies, strict=True):
+        if (body, consumer.identity.model) not in compared:
+            refuse_mismatches(consumer, fleet)
+            compared.add((body, consumer.identity.model))
+        plans.append(_plan(consumer, fleet, reader, (body, made)))
     index = {m.identity: i for i, m in enumerate(fleet.manifests)}
     read = {p.consumer.identity.rank: {index[s.identity] for s in p.sources} for p in plans}
     told = {r.producer: r.teller for r in dealt(fleet, read)}
-    return tuple(
-        replace(plan, tells=tuple(p for p, teller in told.items() if teller == plan.consumer.identity.rank)) for plan in plans
-    )
-
-
-def _plan(consumer: Manifest, fleet: Fleet, proof: bool, reader: str) -> Plan:
-    refuse_mismatches(consumer, fleet)
-    plan = _assemble(consumer, fleet, _classify(consumer, fleet, Deal(consumer, fleet, reader)))
+    plans = [replace(p, tells=tuple(r for r, teller in told.items() if teller == p.consumer.identity.rank)) for p in plans]
     if proof:
-        prove(plan, consumer, fleet.manifests)
-    return plan
+        Proofs(fleet.manifests).prove_all(plans, readers.manifests)
+    return tuple(plans)
 
 
-def _classify(consumer: Manifest, fleet: Fleet, deal: Deal) -> list[_Class]:
+def _plan(consumer: Manifest, fleet: Fleet, reader: str, before: tuple[int, _Made]) -> Plan:
+    """`before`: the number of the consumer's body, and what was made for others by theirs."""
+    deal = Deal(consumer, fleet, reader)
+    boxes = [tuple(deal.boxes(layer, i) for i in range(len(layer.parts))) for layer in consumer.layers]
+    sources = sorted({source for parts in boxes for part in parts for source, _ in part})
+    place = {source: i for i, source in enumerate(sources)}
+    # What is read is the same where the same boxes are read in the same order from ranks of the same bodies.
+    read = tuple(tuple((place[source], box) for source, box in part) for parts in boxes for part in parts)
+    key = before[0], tuple(fleet.bodies[source] for source in sources), read
+    known = before[1].get(key)
+    if known is None:
+        known = before[1][key] = _assemble(consumer, fleet, _classify(consumer, fleet, boxes))
+    return replace(known, consumer=side_of(consumer), sources=tuple(side_of(fleet.manifests[i]) for i in sources))
+
+
+def _classify(consumer: Manifest, fleet: Fleet, found_boxes: Sequence[tuple[Boxes, ...]]) -> list[_Class]:
     classes: dict[tuple[object, ...], _Class] = {}
-    for layer in consumer.layers:
-        boxes = tuple(deal.boxes(layer, i) for i in range(len(layer.parts)))
+    for layer, boxes in zip(consumer.layers, found_boxes, strict=True):
         key = (signature(layer), fleet.alike.get(layer.name, -1), boxes)
         found = classes.get(key)
         if found is None:
             found = classes[key] = _Class(_pieces(consumer, layer, fleet, boxes))
         found.names.append(layer.name)
-        held = fleet.holders.get(layer.name, [])
-        found.bases.append({_DESTINATION: base(layer), **{index: base(other) for index, other in held}})
+        read = {source for part in boxes for source, _ in part}
+        held = fleet.holders.get(layer.name, ()) if read else ()
+        found.bases.append({_DESTINATION: base(layer), **{index: base(other) for index, other in held if index in read}})
     return list(classes.values())
 
 
@@ -270,7 +289,9 @@ def _box_runs(
         dst_upper, dst_inner = cut(canonical(dst.token.digits), entries)
         factors.append(joint(src_inner, 0, dst_inner, 0, entries))
     if prod(len(f) for f in factors) > MAX_ITEMS:
-        raise ProofError(f"a part falls into more than {MAX_ITEMS:,} strided runs: its digits and the other side's do not fit")
+        raise ScatteredError(
+            f"a part falls into more than {MAX_ITEMS:,} strided runs: its digits and the other side's do not fit"
+        )
     runs = []
     for pieces in product(*factors):
         length, repeats = fold(dst.element.bytes, [d for _, _, digits in pieces for d in digits])

@@ -8,8 +8,8 @@ consumer's blocks exactly once, and every coarser grain is the finer one repeate
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -17,8 +17,9 @@ from typing import Final
 
 import numpy as np
 
+from kvferry.bounds import end
 from kvferry.errors import ProofError, ScatteredError
-from kvferry.manifest.schema import Group, Layer, Manifest, Part, Reach, Shape, TokenPaged
+from kvferry.manifest.schema import Group, Identity, Layer, Manifest, Part, Rank, Reach, Shape, TokenPaged
 from kvferry.plan.columns import expanded
 from kvferry.plan.lines import (
     Triple,
@@ -44,21 +45,88 @@ Tag = tuple[int, int, int, NeedKey, LaneKey, LaneKey]
 
 
 def prove(plan: Plan, consumer: Manifest, producers: Sequence[Manifest]) -> None:
-    """Raise ProofError, naming layer, part, axis and interval, unless `plan` loads `consumer` from `producers` exactly."""
-    prover = _Prover(plan, consumer, producers)
-    prover.check_claims()
-    prover.check_meanings()
-    prover.check_tiling()
-    prover.check_grains()
+    """Raise ProofError, naming layer, part, axis and interval, unless `plan` loads `consumer` from `producers` exactly.
+
+    Which ranks it must tell follows from the plans of all of the consumer's ranks: of one of several, `Proofs.prove_all` knows.
+    """
+    Proofs(producers).prove(plan, consumer)
+
+
+class Proofs:
+    """Proofs of plans over one producer. Plans of equal runs between ranks that differ in nothing but rank and addresses are
+    looked at once; what each says of ranks is looked at in each."""
+
+    def __init__(self, producers: Sequence[Manifest]) -> None:
+        self._by_rank = {p.identity: p for p in producers}
+        self._ranks = {p.identity.rank for p in producers}
+        self._held = {layer.name for producer in producers for layer in producer.layers}
+        self._bodies: dict[Identity, Manifest] = {}
+        self._proved: set[tuple[object, ...]] = set()
+
+    def prove_all(self, plans: Sequence[Plan], consumers: Sequence[Manifest]) -> None:
+        """The plans of all ranks of a consumer, which together read every rank of the producer, or tell it, each by one."""
+        for plan, consumer in zip(plans, consumers, strict=True):
+            self.prove(plan, consumer)
+        told = Counter(rank for plan in plans for rank in plan.tells)
+        unread = self._ranks - {source.identity.rank for plan in plans for source in plan.sources}
+        for rank in sorted(self._ranks | told.keys(), key=lambda rank: rank.ordinal):
+            if told[rank] != (rank in unread):
+                raise ProofError(f"producer rank {rank} is told of the end by {told[rank]} ranks, {int(rank in unread)} should")
+
+    def prove(self, plan: Plan, consumer: Manifest) -> None:
+        """As `prove` does."""
+        sources = [_same_side(s.identity, s.regions, s.groups, self._by_rank.get(s.identity)) for s in plan.sources]
+        _same_side(plan.consumer.identity, plan.consumer.regions, plan.consumer.groups, consumer)
+        _check_sides(plan, consumer, sources, self._ranks)
+        bodies = tuple(self._body(source) for source in sources)
+        key = plan.lanes, plan.needs, plan.edges, plan.fills, consumer.body, bodies
+        if key in self._proved:
+            return
+        prover = _Prover(plan, consumer, sources, self._held)
+        prover.check_needs()
+        prover.check_claims()
+        prover.check_meanings()
+        prover.check_tiling()
+        prover.check_grains()
+        self._proved.add(key)
+
+    def _body(self, source: Manifest) -> Manifest:
+        if source.identity not in self._bodies:
+            self._bodies[source.identity] = source.body
+        return self._bodies[source.identity]
+
+
+def _check_sides(plan: Plan, consumer: Manifest, sources: Sequence[Manifest], producers: Set[Rank]) -> None:
+    """The sources are ranks of one engine that one set of block tables serves, and all of them are read."""
+    engines = {(s.identity.engine, s.identity.incarnation) for s in sources}
+    models = {consumer.identity.model, *(s.identity.model for s in sources)}
+    if len(engines) > 1 or len(models) > 1:
+        raise ProofError("the plan joins ranks of different engines, incarnations or models")
+    ranks = {s.identity.rank for s in sources}
+    if len(ranks) < len(sources) or {e.source for e in plan.edges} != set(range(len(sources))):
+        raise ProofError("a source is in the plan twice, or nothing is read from it")
+    if len(set(plan.tells)) < len(plan.tells) or not set(plan.tells) <= producers - ranks:
+        raise ProofError("the plan tells a rank twice, or one that it reads or that the producer does not have")
+    alone = consumer.identity.rank.tp_size * consumer.identity.rank.pp_size == 1
+    if alone and set(plan.tells) < producers - ranks:
+        untold = min(producers - ranks - set(plan.tells), key=lambda rank: rank.ordinal)
+        raise ProofError(f"the plan neither reads producer rank {untold} nor tells it of the end, and no other rank could")
+    groups: dict[int, Group] = {}
+    for side in sources:
+        for group in side.groups:
+            known = groups.setdefault(group.id, group)
+            if (known.paging, known.blocks) != (group.paging, group.blocks):
+                raise ProofError(f"group {group.id}: the producer's ranks have other blocks there, or another number")
+    for group in (*groups.values(), *consumer.groups):
+        if isinstance(group.paging, TokenPaged) and (group.paging.cyclic or group.paging.ring):
+            raise ProofError(f"group {group.id}: tokens dealt to ranks or kept in a ring cannot be proved yet")
 
 
 class _Prover:
-    def __init__(self, plan: Plan, consumer: Manifest, producers: Sequence[Manifest]) -> None:
+    def __init__(self, plan: Plan, consumer: Manifest, sources: list[Manifest], held: Set[str]) -> None:
         self.plan = plan
         self.consumer = consumer
-        by_rank = {p.identity: p for p in producers}
-        self.sources = [_same_side(s.identity, s.regions, s.groups, by_rank.get(s.identity)) for s in plan.sources]
-        _same_side(plan.consumer.identity, plan.consumer.regions, plan.consumer.groups, consumer)
+        self.sources = sources
         self.dst_base = _bases(consumer)
         self.src_base = [_bases(s) for s in self.sources]
         self.groups = {g.id: g for g in consumer.groups}
@@ -67,33 +135,9 @@ class _Prover:
         self._slots_of: dict[int, dict[LaneKey, Triple]] = {}
         self._expanded: dict[tuple[int, int], dict[tuple[LaneKey, LaneKey], Triple]] = {}
         self._twins = list(self._find_twins())
-        self.held = {layer.name for producer in producers for layer in producer.layers}
-        self._check_sides(producers)
-        self._check_needs()
+        self.held = held
 
-    def _check_sides(self, producers: Sequence[Manifest]) -> None:
-        """The sources are ranks of one engine that one set of block tables serves, and all of them are read."""
-        plan = self.plan
-        engines = {(s.identity.engine, s.identity.incarnation) for s in plan.sources}
-        models = {self.consumer.identity.model, *(s.identity.model for s in plan.sources)}
-        if len(engines) > 1 or len(models) > 1:
-            raise ProofError("the plan joins ranks of different engines, incarnations or models")
-        ranks = {s.identity.rank for s in plan.sources}
-        if len(ranks) < len(plan.sources) or {e.source for e in plan.edges} != set(range(len(plan.sources))):
-            raise ProofError("a source is in the plan twice, or nothing is read from it")
-        if len(set(plan.tells)) < len(plan.tells) or not set(plan.tells) <= {p.identity.rank for p in producers} - ranks:
-            raise ProofError("the plan tells a rank twice, or one that it reads or that the producer does not have")
-        groups: dict[int, Group] = {}
-        for side in plan.sources:
-            for group in side.groups:
-                known = groups.setdefault(group.id, group)
-                if (known.paging, known.blocks) != (group.paging, group.blocks):
-                    raise ProofError(f"group {group.id}: the producer's ranks have other blocks there, or another number")
-        for group in (*groups.values(), *plan.consumer.groups):
-            if isinstance(group.paging, TokenPaged) and (group.paging.cyclic or group.paging.ring):
-                raise ProofError(f"group {group.id}: tokens dealt to ranks or kept in a ring cannot be proved yet")
-
-    def _check_needs(self) -> None:
+    def check_needs(self) -> None:
         """Every need is that of the layers it names, of all of them, and no other need is the same."""
         layers: dict[NeedKey, dict[str, None]] = defaultdict(dict)
         for _, layer, part, other, _ in self._twins:
@@ -139,19 +183,21 @@ class _Prover:
                     raise ProofError(f"{where}: a tile of {grain.tokens} tokens would get {moved:,} bytes, more than it has")
 
     def _too_scattered(self) -> ScatteredError:
-        """Names what falls into most runs."""
+        """Says how many runs there are, and names what falls into most of them."""
         found = [
             (prod(c for c, _, _ in run.repeats), run, flow.dst_group if isinstance(flow, Edge) else flow.group)
             for flow in self.plan.flows
             for grain in flow.grains
             for run in grain.runs
         ]
+        total = sum(count for count, _, _ in found)
         count, run, group = max(found, key=lambda one: one[0])
         known = group in self.groups and run.dst_region < len(self.dst_base)
         where = self._run_whereabouts(self.groups[group], run) if known else "a plan"
         return ScatteredError(
-            f"{where}: {count:,} runs of {run.length:,} bytes for one rank, and a plan has {MAX_RUNS:,} runs a tile at most: "
-            "both sides keep it in orders that have no longer runs in common; more tensor-parallel ranks here have fewer each"
+            f"{where}: the plan of one rank has {total:,} runs, {count:,} of {run.length:,} bytes here alone, and at most "
+            f"{MAX_RUNS:,} are proved: both sides keep it in orders that have no longer runs in common; more tensor-parallel "
+            "ranks here have fewer each"
         )
 
     def _check_indices(self, flow: Edge | Fill, grain: Grain) -> None:
@@ -178,15 +224,13 @@ class _Prover:
         src_regions = (self.sources[flow.source] if isinstance(flow, Edge) else self.consumer).regions
         dst_regions = self.consumer.regions
         for run in grain.runs:
-            src, dst = run.src_offset + run.length, run.dst_offset + run.length
-            for count, src_stride, dst_stride in run.repeats:
-                src += (count - 1) * src_stride
-                dst += (count - 1) * dst_stride
-            for end, region in ((src, src_regions[run.src_region]), (dst, dst_regions[run.dst_region])):
-                if end > region.length:
+            src = end(run.src_offset, run.length, [(count, stride) for count, stride, _ in run.repeats])
+            dst = end(run.dst_offset, run.length, [(count, stride) for count, _, stride in run.repeats])
+            for reached, region in ((src, src_regions[run.src_region]), (dst, dst_regions[run.dst_region])):
+                if reached > region.length:
                     where = self._run_whereabouts(group, run)
                     raise ProofError(
-                        f"{where}: a run reaches byte {end:,} of region {region.name}, which has {region.length:,}"
+                        f"{where}: a run reaches byte {reached:,} of region {region.name}, which has {region.length:,}"
                     )
 
     def _run_whereabouts(self, group: Group, run: Run) -> str:
@@ -289,7 +333,7 @@ class _Prover:
             src, dst, length = overlay(self.sources[tag[0]].shapes[src_index], self.consumer.shapes[dst_index])
             total += len(length) * len(places)
             if total > MAX_RUNS:
-                raise ProofError(f"group {tag[2]}: more than {MAX_RUNS:,} runs would be right in one tile")
+                raise ScatteredError(f"group {tag[2]}: more than {MAX_RUNS:,} runs would be right in one tile")
             at = np.array(places, np.int64)
             if len(length):
                 parts[tag].append(((at[:, :1] + src).reshape(-1), (at[:, 1:] + dst).reshape(-1), np.tile(length, len(places))))
@@ -474,7 +518,7 @@ def _not_repeated(
     wanted: dict[tuple[LaneKey, LaneKey], list[Triple]] = defaultdict(list)
     for (src_lane, dst_lane), (src, dst, length) in fine.items():
         if ratio * len(length) > MAX_RUNS:
-            raise ProofError(f"{ratio} tiles of {len(length):,} runs are too many to prove: the plan lacks a grain between")
+            raise ScatteredError(f"{ratio} tiles of {len(length):,} runs are too many to prove: the plan lacks a grain between")
         try:
             (src_upper, src_inner), (dst_upper, dst_inner) = cut(src_lane[1], ratio), cut(dst_lane[1], ratio)
         except ValueError:

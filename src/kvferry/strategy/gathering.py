@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from kvferry.bounds import holder
 from kvferry.errors import KVFerryError, TransportError
 from kvferry.manifest.codec import MAX_ENCODED, decode
 from kvferry.manifest.schema import Index
@@ -50,7 +51,12 @@ MARK: Final = b"kvferry packed 1\n"
 SLOT_S: Final = 10.0
 """How long a consumer may leave a slot, or its turn for one, unused."""
 MAX_RUNS: Final = 1 << 22
+"""Runs of a plan's tiles, and so of the lines of its table: one for each run, and for every so many bytes of it (_CUT)."""
 MAX_PLANS: Final = 256
+MAX_HELD: Final = 1 << 22
+"""Lines of all plans' tables together: what was asked by least lately is forgotten."""
+_CUT: Final = 4096
+"""Runs are cut into lines of a table at this many bytes or more."""
 MAX_QUEUED: Final = 4096
 MOST: Final = (1 << 63) - 1
 AGAIN: Final = 1 << 60
@@ -170,6 +176,11 @@ class Gathering:
         return self._slots.free
 
     @property
+    def _lines(self) -> int:
+        """Of the tables of all plans that are known."""
+        return sum(len(known.moves.pieces) for known in self._plans.values())
+
+    @property
     def busy(self) -> bool:
         """Whether somebody waits for what happens here, or was served so lately that they may ask again at once."""
         return bool(self._orders or self._leaving) or self._clock() - self._served_at < AWAKE_S
@@ -235,7 +246,7 @@ class Gathering:
             tuple(plan.consumer.group(edge.dst_group).blocks for edge in plan.edges),
         )
         self._plans[digest] = known
-        while len(self._plans) > MAX_PLANS:
+        while len(self._plans) > 1 and (len(self._plans) > MAX_PLANS or self._lines > MAX_HELD):
             self._plans.popitem(last=False)
 
     def step(self) -> None:
@@ -270,7 +281,11 @@ class Gathering:
             return
         self._plans.move_to_end(order.ask.plan)
         try:
-            bound = known.moves.bind(_tiles(order.ask, known), dst_shift=slot * self._staging.slot)
+            tiles = _tiles(order.ask, known)
+            wanted, _ = known.moves.size(tiles)
+            if wanted > self._staging.slot:
+                raise TransportError(f"{wanted:,} bytes at once do not fit a slot of {self._staging.slot:,}")
+            bound = known.moves.bind(tiles, dst_shift=slot * self._staging.slot)
             order.copies, order.slot, order.size = self._mover.start(known.held, bound), slot, bound.bytes
         except Exception as error:
             # Copies are made in their order: whatever was begun of this one is over before the slot's next begins.
@@ -343,26 +358,26 @@ def _checked(plan: Plan, storages: Sequence[Storage], memory: str, slot: int) ->
     if staging.regions[0].length > slot:
         raise TransportError(f"{staging.regions[0].length:,} bytes do not fit a slot of {slot:,}")
     for region in source.regions:
-        held = any(
-            s.address <= region.address
-            and region.address + region.length <= s.address + s.length
-            and (s.memory, s.device) == (region.memory, region.device)
-            for s in storages
-        )
-        if not held or region.memory != memory:
+        if holder(storages, region) is None or region.memory != memory:
             raise TransportError(f"region {region.name} lies in no memory that is gathered from here")
     groups = {group.id for group in source.groups}, {group.id for group in staging.groups}
+    if (len(groups[0]), len(groups[1])) != (len(source.groups), len(staging.groups)):
+        raise TransportError("a group that is there twice")
     total = 0
     for edge in plan.edges:
         if edge.source or edge.src_group not in groups[0] or edge.dst_group not in groups[1] or len(edge.grains) != 1:
             raise TransportError("an edge between groups that are not there")
         if not edge.grains[0].runs:
             raise TransportError("an edge without runs")
+        taken = 0
         for run in edge.grains[0].runs:
             lanes = max(run.src_lane, run.dst_lane) < len(plan.lanes)
             if not lanes or run.src_region >= len(source.regions) or run.dst_region:
                 raise TransportError("a run in lanes or regions that are not there")
-            reach = run.length + sum((count - 1) * max(src, dst) for count, src, dst in run.repeats)
-            total += prod(count for count, _, _ in run.repeats)
-            if total > MAX_RUNS or reach > 1 << 50:
-                raise TransportError(f"more than {MAX_RUNS:,} runs")
+            runs = prod(count for count, _, _ in run.repeats)
+            taken += runs * run.length
+            total += runs * (1 + run.length // _CUT)
+            if total > MAX_RUNS:
+                raise TransportError(f"more than {MAX_RUNS:,} runs, each counted for every {_CUT:,} bytes")
+            if taken > slot:
+                raise TransportError(f"a tile of more than the {slot:,} bytes of a slot")

@@ -25,6 +25,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from kvferry.bounds import holder
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.detour import Key, Pieces, tiles_here, tiles_there
@@ -176,8 +177,7 @@ class Landing:
             raise TransportError(f"caches lie in {', '.join(sorted(kinds))}, what is staged is copied in {self._mover.memory}")
         ours = plan.consumer.regions
         for region in ours:
-            stop = region.address + region.length
-            if not any(s.address <= region.address and stop <= s.address + s.length for s in storages):
+            if holder(storages, region) is None:
                 raise TransportError(f"region {region.name} lies in no registered storage; register it first")
         landing = self.staging.landing.address
         moves = Moves(plan, 0, lambda _: landing, lambda index: ours[index].address)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
+from kvferry.bounds import holder, holds
 from kvferry.errors import TransportError
 from kvferry.manifest.schema import Address, Index, Offset, Region
 from kvferry.plan import Plan, Tiles
@@ -319,16 +320,12 @@ def _tells_of_death(token: Token) -> bool:
 
 def _mapped(region: Region, windows: Sequence[_Window], name: str) -> int:
     for window in windows:
-        token = window.token
-        offset = region.address - token.address
-        inside = offset >= 0 and offset + region.length <= token.length
-        if inside and (token.memory, token.device) == (region.memory, region.device):
-            return window.opened.address + offset
+        if holds(window.token, region):
+            return window.opened.address + region.address - window.token.address
     raise TransportError(f"peer {name}: region {region.name} lies in no storage that it lets others map")
 
 
 def _own(region: Region, storages: Sequence[Storage]) -> int:
-    for storage in storages:
-        if storage.address <= region.address and region.address + region.length <= storage.address + storage.length:
-            return region.address
+    if holder(storages, region) is not None:
+        return region.address
     raise TransportError(f"region {region.name} lies in no registered storage; register it before metadata() is exported")

@@ -18,11 +18,12 @@ from typing import Final
 
 import numpy as np
 
+from kvferry.bounds import end
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.columns import Columns, expanded
-from kvferry.plan.schema import Lane
-from kvferry.strided import Ints, span, split
+from kvferry.plan.schema import Lane, Run
+from kvferry.strided import Ints, split
 
 UNITS: Final = (16, 4, 2, 1)
 ROWS: Final[Mapping[int, int]] = {8: 256, 128: 16, 1024: 4, 4096: 1}
@@ -93,15 +94,21 @@ class Moves:
     """Everything that a plan reads from one source; `src` and `dst` say where a region begins in this process."""
 
     def __init__(self, plan: Plan, source: int, src: Base, dst: Base, rows: Mapping[int, int] = ROWS) -> None:
+        if max(rows) % LINE:
+            raise ValueError(
+                f"rows of {max(rows)} elements at most: the widest must be a multiple of {LINE}, to hold whole lines"
+            )
         self._lanes = plan.lanes
         self._jobs: list[_Job] = []
         self._tile: dict[Key, tuple[int, int]] = {}
         tables: list[Ints] = []
         first = 0
-        regions = plan.sources[source].regions, plan.consumer.regions
-        for key, columns, blocks in _grains(plan, source):
-            for side, number in enumerate(("source", "destination")):
-                _inside(columns, side, blocks[side], plan.lanes, [r.length for r in regions[side]], number)
+        sides = plan.sources[source], plan.consumer
+        lengths = [[region.length for region in side.regions] for side in sides]
+        for key, runs, blocks in _grains(plan, source):
+            for side, name in enumerate(("source", "destination")):
+                _inside(runs, side, blocks[side], plan.lanes, lengths[side], name)
+            columns = expanded(runs)
             moved = 0
             for form, src_lanes, dst_lanes, table in _pieces(columns, plan.lanes, src, dst, rows):
                 moved += int(table[:, 2].sum()) * form.width
@@ -175,25 +182,27 @@ def joined(loads: Sequence[Mapping[Key, Tiles]]) -> Mapping[Key, Tiles]:
     }  # fmt: skip
 
 
-def _grains(plan: Plan, source: int) -> Iterator[tuple[Key, Columns, tuple[int, int]]]:
+def _grains(plan: Plan, source: int) -> Iterator[tuple[Key, Sequence[Run], tuple[int, int]]]:
     there = {group.id: group.blocks for group in plan.sources[source].groups}
     here = {group.id: group.blocks for group in plan.consumer.groups}
     for i, edge in enumerate(plan.edges):
         if edge.source == source:
             for level, grain in enumerate(edge.grains):
-                yield (i, level), expanded(grain.runs), (there[edge.src_group], here[edge.dst_group])
+                yield (i, level), grain.runs, (there[edge.src_group], here[edge.dst_group])
 
 
-def _inside(columns: Columns, side: int, blocks: int, lanes: Sequence[Lane], lengths: Sequence[int], name: str) -> None:
+def _inside(runs: Sequence[Run], side: int, blocks: int, lanes: Sequence[Lane], lengths: Sequence[int], name: str) -> None:
     """Raises TransportError for runs that would leave their region in some tile of some block."""
-    region = columns.dst_region if side else columns.src_region
-    offset = columns.dst_offset if side else columns.src_offset
-    lane = columns.dst_lane if side else columns.src_lane
-    reach = np.array([(blocks - 1) * one.block_stride + span(one.digits) for one in lanes], np.int64)
-    outside = offset + reach[lane] + columns.length > np.array(lengths, np.int64)[region]
-    if outside.any():
-        index = int(region[np.argmax(outside)])
-        raise TransportError(f"runs leave region {index} of the {name}; prove the plan before preparing it")
+    reach = [end(0, 0, ((blocks, lane.block_stride),), lane.digits) for lane in lanes]
+    for run in runs:
+        region, offset, lane = (
+            (run.dst_region, run.dst_offset, run.dst_lane) if side else (run.src_region, run.src_offset, run.src_lane)
+        )
+        if region >= len(lengths) or lane >= len(lanes):
+            raise TransportError(f"a run in region {region} and lane {lane} of the {name}, which the plan does not have")
+        repeats = [(repeat[0], repeat[1 + side]) for repeat in run.repeats]
+        if end(offset, run.length, repeats) + reach[lane] > lengths[region]:
+            raise TransportError(f"runs leave region {region} of the {name}; prove the plan before preparing it")
 
 
 def _pieces(

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvferry.bounds import holder, leaves
 from kvferry.errors import TransportError
 from kvferry.manifest.schema import Region
 from kvferry.plan.rows import Rows
@@ -38,7 +39,7 @@ def place(rows: Rows, regions: Sequence[Region], storages: Sequence[Storage | St
     for index in used:
         _registered(regions[index], storages, owner)
     of_region: Ints = np.array([(r.address, r.length, r.device) for r in regions], np.int64).reshape(-1, 3)[rows.region]
-    outside = rows.offset + (rows.count - 1) * rows.stride + rows.length > of_region[:, 1]
+    outside = leaves(rows.offset, rows.length, rows.count, rows.stride, of_region[:, 1])
     if outside.any():
         index = int(rows.region[np.argmax(outside)])
         raise TransportError(f"{owner}: rows leave region {regions[index].name}; prove the plan before preparing it")
@@ -47,10 +48,8 @@ def place(rows: Rows, regions: Sequence[Region], storages: Sequence[Storage | St
 
 
 def _registered(region: Region, storages: Sequence[Storage | StorageEntry], owner: str) -> None:
-    for storage in storages:
-        inside = storage.address <= region.address and region.address + region.length <= storage.address + storage.length
-        if inside and (storage.memory, storage.device) == (region.memory, region.device):
-            return
+    if holder(storages, region) is not None:
+        return
     raise TransportError(
         f"{owner}: region {region.name} ({region.length:,} bytes of {region.memory} {region.device} at {region.address:#x}) "
         f"lies in no registered storage; register it before metadata() is exported"

@@ -50,6 +50,9 @@ TOKEN_SPECS: Final = frozenset(
     }
 )
 
+ENCODER_SPECS: Final = frozenset({"CrossAttentionSpec", "EncoderOnlyAttentionSpec"})
+ENCODERS: Final = "it is as long as an encoder's output, which the tokens of a request do not count"
+
 SAME_FORMAT: Final = {"fp8": "fp8_e4m3"}
 NUMBERS: Final = {"fp8_e4m3": "float8_e4m3fn"}
 """The element of a cache format, where it has another name."""
@@ -143,9 +146,12 @@ def _group(index: int, group: VllmGroup, kv_caches: Mapping[str, Tensor], worker
         raise ManifestError(f"{where}: group {index} lives in host memory beside the device pool: not supported; turn it off")
     if _kind(spec) == "MambaSpec":
         return Group(index, StatePaged(), worker.blocks, hashed=hashed)
-    if _kind(spec) not in TOKEN_SPECS:
-        supported = ", ".join(("MambaSpec", *sorted(TOKEN_SPECS)))
-        raise ManifestError(f"{where}: a cache of spec {_kind(spec)} is not supported; supported: {supported}")
+    for name in names or (where,):
+        kind = _kind(spec_of(group.kv_cache_spec, name))
+        if kind not in TOKEN_SPECS:
+            supported = ", ".join(("MambaSpec", *sorted(TOKEN_SPECS)))
+            hint = f" ({ENCODERS})" if kind in ENCODER_SPECS else ""
+            raise ManifestError(f"{name}: a cache of spec {kind} is not supported{hint}; supported: {supported}")
     kernel_blocks = _kernel_blocks(where, kv_caches[names[0]], spec, worker) if names else 1
     return Group(index, TokenPaged(spec.block_size, kernel_blocks), worker.blocks, _keeps(spec), hashed)
 
