@@ -7,23 +7,40 @@ import itertools
 import logging
 import multiprocessing
 import os
+import socket
 import stat
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keyed import Fixed
-from kvferry.errors import SessionError
+from kvferry.errors import KVFerryError, SessionError
 from kvferry.session import (
+    Courier,
     Hello,
     Keys,
+    Lease,
+    Listener,
+    Reference,
+    Release,
+    Renew,
+    Seek,
+    from_params,
     keys_of,
     own_key,
     own_keys,
     read_keys,
+    seek,
+    to_params,
 )
+from kvferry.session import key as key_module
 from kvferry.session.key import keys_in
+from kvferry.session.wire import SilentError, ask
+from test_session_wire import welcome
+from transport_suite import until
 
 HELLO = Hello("consumer", "d1")
 PATIENCE_S = 30.0
@@ -366,3 +383,151 @@ def test_of_two_own_keys_all_come_to_have_the_one_that_is_there(folder):
     assert newer.all != held.all
     looked(held)
     assert newer.all == held.all == own_keys().all
+
+
+def of_lines(*keys: bytes) -> bytes:
+    return b"\n".join([b"kvferry keys", *keys, b""]) if len(keys) > 1 else keys[0]
+
+
+@pytest.fixture
+def sides(tmp_path, monkeypatch) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """A producer's listener and a consumer's courier, each with a key file of its own."""
+    monkeypatch.setattr(key_module, "LOOK_S", 0.05)
+    opened: list[Any] = []
+
+    def make(there: bytes, here: bytes) -> tuple[Listener, Courier[str]]:
+        files = [read_keys(written(tmp_path / name, content)) for name, content in (("there", there), ("here", here))]
+        listener = Listener("127.0.0.1:0", files[0], lambda incarnation, lease: True)
+        listener.welcome(welcome(lease_s=0.6), lambda asked: reference_at(listener, 1))
+        courier: Courier[str] = Courier(HELLO, files[1], PATIENCE_S, lambda peer, found: "met")
+        opened.extend((courier, listener))
+        return listener, courier
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def reference_at(listener: Listener, slot: int = 0) -> Reference:
+    return Reference(f"127.0.0.1:{listener.port}", "producer", "p1", "r", Lease(slot, 7), 5, {"0": [1]}, "digest")
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "answered"),
+    [
+        ((OLD,), (OLD, NEW), True),
+        ((NEW,), (OLD, NEW), True),
+        ((OLD, NEW), (OLD,), True),
+        ((NEW, OLD), (OLD, NEW), True),
+        ((NEW, OLD), (NEW,), True),
+        ((NEW, OLD), (OLD,), False),
+        ((NEW,), (OLD,), False),
+    ],
+)
+def test_who_dials_tries_all_keys_and_who_listens_answers_to_the_first(sides, there, here, answered):
+    listener, courier = sides(of_lines(*there), of_lines(*here))
+    address = f"127.0.0.1:{listener.port}"
+    if not answered:
+        with pytest.raises(SilentError, match="has it another key"):
+            ask(address, HELLO, courier._keys, SHORT_S)
+        assert listener.greeted == 0
+        return
+    assert ask(address, HELLO, courier._keys, PATIENCE_S).engine == "producer"
+    assert seek(address, Seek("p1", Lease(0, 7), "d"), courier._keys, PATIENCE_S) == reference_at(listener, 1)
+    courier.hold("r", reference_at(listener))
+    courier.release("r", reference_at(listener), "loaded")
+    until(lambda: any(isinstance(word, Release) for word in listener.take()), "the release is heard")
+    found = reference_at(listener)
+    assert from_params(to_params(found, listener._keys.first), courier._keys) == found
+
+
+@pytest.mark.parametrize("order", [("there", "here"), ("here", "there")])
+def test_keys_are_replaced_in_three_steps_under_load_and_nothing_fails(sides, tmp_path, order):
+    """Greetings, references and renewals go on all the while, however the two sides follow each other within a step."""
+    listener, courier = sides(OLD, OLD)
+    held, told, over = reference_at(listener, 3), reference_at(listener, 2), threading.Event()
+    failed: list[str] = []
+    done = {"asked": 0, "read": 0, "renewed": 0}
+
+    def greeting() -> None:
+        ask(held.address, HELLO, courier._keys, PATIENCE_S)
+        done["asked"] += 1
+
+    def reading() -> None:
+        from_params(to_params(told, listener._keys.first), courier._keys)
+        done["read"] += 1
+        over.wait(0.001)
+
+    def hearing() -> None:
+        done["renewed"] += any(isinstance(word, Renew) and held.lease in word.leases for word in listener.take())
+        over.wait(0.01)
+
+    def again(work: Callable[[], None]) -> None:
+        try:
+            while not over.is_set():
+                work()
+        except KVFerryError as error:
+            failed.append(str(error))
+
+    courier.hold("held", held)
+    threads = [threading.Thread(target=again, args=(work,)) for work in (greeting, greeting, greeting, reading, hearing)]
+    for thread in threads:
+        thread.start()
+
+    def works_on() -> None:
+        before = dict(done)
+        until(lambda: bool(failed) or all(done[what] >= before[what] + 3 for what in done), "all goes on")
+
+    try:
+        works_on()
+        for step in ((OLD, NEW), (NEW, OLD), (NEW,)):
+            for side in order:
+                written(tmp_path / side, of_lines(*step))
+                keys = listener._keys if side == "there" else courier._keys
+                until(lambda keys=keys, step=step: keys.all == tuple(keys_in(key, "")[0] for key in step), "it is read again")
+                works_on()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    assert listener._key == keys_in(NEW, "")[0]
+    assert {key for _, key in courier._ends} == {keys_in(NEW, "")[0]}
+    with pytest.raises(SilentError):
+        ask(held.address, HELLO, read_keys(written(tmp_path / "old", OLD)), SHORT_S)
+
+
+def test_a_port_stays_open_while_its_key_is_replaced(sides, tmp_path):
+    """Who connects at that moment waits, and is not refused; and nobody else can take the port."""
+    listener, courier = sides(of_lines(OLD, NEW), of_lines(OLD, NEW))
+    refused: list[OSError] = []
+    over = threading.Event()
+
+    def connecting() -> None:
+        try:
+            while not over.is_set():
+                socket.create_connection(("127.0.0.1", listener.port), PATIENCE_S).close()
+        except ConnectionRefusedError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=connecting)
+    thread.start()
+    for turn in range(20):
+        first = (NEW, OLD)[turn % 2]
+        written(tmp_path / "there", of_lines(first, (OLD, NEW)[turn % 2]))
+        until(lambda first=first: listener._key == keys_in(first, "")[0], "it answers to the other")
+    over.set()
+    thread.join()
+    assert refused == []
+    assert ask(f"127.0.0.1:{listener.port}", HELLO, courier._keys, PATIENCE_S).engine == "producer"
+
+
+def test_words_that_a_key_cannot_carry_do_not_pile_up(sides):
+    """An end that takes no more is made anew, and what waited in it is gone: its lease ends at its deadline."""
+    listener, courier = sides(OLD, of_lines(NEW, OLD))
+    courier._stop.set()
+    courier._thread.join()
+    wrong = courier._keys.first
+    told = [courier._tell(("127.0.0.1", listener.port), wrong, b"x" * 100) for _ in range(3000)]
+    assert told.count(False) == 2
+    assert told.index(False) == 1000

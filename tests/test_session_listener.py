@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -190,6 +191,12 @@ def test_a_connection_of_another_is_never_touched():
                     connections._opened(other.fileno())
                 connections._opened(1 << 20)
                 assert len(connections) == 0
+                held = os.listdir("/proc/self/fd")
+                reading, writing = os.pipe()
+                connections._opened(reading)
+                os.close(reading)
+                os.close(writing)
+                assert os.listdir("/proc/self/fd") == held
                 there.sendall(b"x")
                 connections.watch()
                 assert here.recv(1) == b"x"

@@ -36,6 +36,8 @@ _NUMBERS: Final = 1024
 _CLOSE_S: Final = 5.0
 _UNREAD: Final = {zmq.RCVHWM: 1}
 """Nobody has anything to say in reply to words on leases."""
+_TURNING: Final = {**_UNREAD, zmq.RECONNECT_IVL_MAX: 500}
+"""While there are two keys: the one that is refused now is answered as soon as a producer has turned to it."""
 _UNREAD_BYTES: Final = 1 << 13
 
 
@@ -184,7 +186,7 @@ class Courier(Generic[T]):
         end = self._ends.pop((number, key), None)
         while len(self._ends) >= _ENDS * len(self._keys.all):
             self._ends.pop(next(iter(self._ends))).close()
-        end = end or dial(self._context, number, key, _UNREAD_BYTES, _UNREAD)
+        end = end or dial(self._context, number, key, _UNREAD_BYTES, _TURNING if len(self._keys.all) > 1 else _UNREAD)
         try:
             end.send(message, zmq.NOBLOCK)
         except zmq.Again:

@@ -46,6 +46,10 @@ _ANOTHER_KEY: Final = "has it another key, or none (key_file)?"
 _ANOTHER_USER: Final = (
     "engines without key_file hear only those of the same user, container and release: name one file in key_file on both sides"
 )
+_LEFT: Final = "the port is open, and connections end at once: it is another's"
+"""A listener does this too, for a moment, when it goes over to another key."""
+_PROBES: Final = 5
+_PAUSE_S: Final = 0.05
 _SIGNATURE: Final = b"\xff"
 _TRIED: Final = 4
 
@@ -73,8 +77,12 @@ def find(address: str, keys: Keys, timeout_s: float, stop: threading.Event | Non
         raise SessionError(f"nobody listens at {address}: {error}") from None
     reason = "no address"
     for family, kind, protocol, _, place in found[:_TRIED]:
-        with socket.socket(family, kind, protocol) as probe:
-            reason = _probe(probe, place, deadline, stop)
+        for _ in range(_PROBES):
+            with socket.socket(family, kind, protocol) as probe:
+                reason = _probe(probe, place, deadline, stop)
+            if reason != _LEFT:
+                break
+            time.sleep(_PAUSE_S)
         if not reason:
             scope = f"%{place[3]}" if len(place) == 4 and place[3] else ""
             return f"{place[0]}{scope}", port
@@ -101,8 +109,12 @@ def _probe(probe: socket.socket, place: Any, deadline: float, stop: threading.Ev
         return "the port is open and says nothing: the producer is stopped, or it is another's port"
     try:
         heard = probe.recv(1)
+    except ConnectionResetError:
+        return _LEFT
     except OSError as error:
         return str(error)
+    if not heard:
+        return _LEFT
     return "" if heard == _SIGNATURE else "the port is open and speaks no session: it is another's"
 
 
