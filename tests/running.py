@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from kvferry.explain.request import block_tables, blocks_needed
 from kvferry.manifest import Manifest
 from kvferry.models import Side, load_model, manifests
-from kvferry.session import Card, Ferry, Key, Listener, Producer, Reference, Release, Welcome, Words, to_params
+from kvferry.session import Card, Ferry, Keys, Listener, Producer, Reference, Release, Welcome, Words, own_keys, to_params
 from kvferry.strategy import Strategies
 from kvferry.transport import NixlOptions, NixlTransport, Storage
 
@@ -41,11 +41,10 @@ class Running:
 
     name: str
     role: str
-    key: Key | None
+    keys: Keys
     listener: Listener
     producer: Producer
     ranks: list[Rank]
-    secret: bytes = b""
     released: list[Release] = field(default_factory=list)
 
     @property
@@ -74,7 +73,7 @@ class Running:
             str(group.id): tables[group.id] if group.tokens else tables[group.id][0] for group in self.manifests[0].groups
         }
         reference = Reference(self.address, self.name, self.producer.incarnation, request, lease, tokens, blocks, "digest")
-        return {"do_remote_prefill": True, "kvferry": to_params(reference, self.secret)}
+        return {"do_remote_prefill": True, "kvferry": to_params(reference, self.keys.first)}
 
     def close(self) -> None:
         self.listener.close()
@@ -83,7 +82,7 @@ class Running:
 
 
 def launch(
-    name: str, model: str, side: str, role: str = "both", key: Key | None = None, listening: bool = True, blocks: int = 0
+    name: str, model: str, side: str, role: str = "both", key: Keys | None = None, listening: bool = True, blocks: int = 0
 ) -> Running:
     shape = load_model(model)
     groups = manifests(shape, Side.parse(side), engine=name, blocks=2)[0].groups
@@ -104,8 +103,9 @@ def launch(
         card = Card(placed, words.manifest, transport.metadata(), words.beacon)
         ranks.append(Rank(placed, memory, words, ferry, card))
     producer = Producer(f"{name}-1", count, 60.0)
-    listener = Listener("127.0.0.1:0", key, producer.stands)
-    made = Running(name, role, key, listener, producer, ranks, key.secret if key is not None else b"")
+    keys = key or own_keys()
+    listener = Listener("127.0.0.1:0", keys, producer.stands)
+    made = Running(name, role, keys, listener, producer, ranks)
     if listening:
         made.answer()
     return made

@@ -27,7 +27,7 @@ from kvferry.explain.request import example_request
 from kvferry.findings import errors
 from kvferry.fleet.server import free_port
 from kvferry.models import Side, load_model, manifests
-from kvferry.session import Card, Hello, Key, Listener, Welcome, Words, from_params, read_key
+from kvferry.session import Card, Hello, Keys, Listener, Welcome, Words, from_params, own_keys, read_keys
 from kvferry.session.wire import ask
 from running import Running, launch, served
 from transport_suite import until
@@ -50,9 +50,9 @@ def engines() -> Iterator[Callable[..., Running]]:
         one.close()
 
 
-def key_in(folder: Path, text: str) -> Key:
+def key_in(folder: Path, text: str) -> Keys:
     (folder / text[:4]).write_text(text)
-    return read_key(folder / text[:4])
+    return read_keys(folder / text[:4])
 
 
 def check(*words: str) -> tuple[int, dict[str, Any]]:
@@ -114,11 +114,11 @@ def test_why_an_engine_could_not_be_asked_is_told(engines, tmp_path):
     starting = engines("starting", "llama-3.1-8b", "tp=1", listening=False)
     stranger = socket.create_server(("127.0.0.1", 0))
     reasons = {
-        f"127.0.0.1:{free_port()}": (None, "not-reached", "open the port"),
-        f"127.0.0.1:{stranger.getsockname()[1]}": (None, "not-reached", "open the port"),
-        up.address: (None, "no-answer", "give --key-file the engine's key"),
-        starting.address: (None, "refused", "wait until the engine is up"),
-        "10.255.255.1:7600": (None, "key-needed", "--key-file"),
+        f"127.0.0.1:{free_port()}": (own_keys(), "not-reached", "open the port"),
+        f"127.0.0.1:{stranger.getsockname()[1]}": (own_keys(), "not-reached", "open the port"),
+        up.address: (own_keys(), "no-answer", "give --key-file the engine's key"),
+        starting.address: (own_keys(), "refused", "wait until the engine is up"),
+        "10.255.255.1:7600": (own_keys(), "key-needed", "--key-file"),
     }
     for address, (held, name, cure) in reasons.items():
         (found,) = ask_all([address], held, 3.0).findings
@@ -150,7 +150,7 @@ def test_engines_of_one_side_make_no_pair(engines):
 
 def test_an_engine_that_is_named_twice_counts_once(engines):
     up = engines("up", "llama-3.1-8b", "tp=1")
-    found = ask_all([up.address, up.address.replace("127.0.0.1", "localhost")], None)
+    found = ask_all([up.address, up.address.replace("127.0.0.1", "localhost")], own_keys())
     assert len(found.engines) == 1
     assert [one.name for one in found.findings] == ["same-engine"]
 
@@ -188,11 +188,11 @@ def test_blocks_that_change_under_the_canary_are_told(engines, monkeypatch):
 def test_a_lease_that_does_not_stand_fails_the_canary(engines):
     there = engines("prefill", "llama-3.1-8b", "tp=1", role="producer")
     here = engines("decode", "llama-3.1-8b", "tp=1", role="consumer")
-    asked = ask_all([there.address, here.address], None)
+    asked = ask_all([there.address, here.address], own_keys())
     pairs, _ = check_engines(asked.engines)
-    reference = from_params(there.prefill(40)["kvferry"])
+    reference = from_params(there.prefill(40)["kvferry"], own_keys())
     there.ranks[0].words.kill(reference.lease)
-    done = canary.read_blocks(pairs[0], reference, None)
+    done = canary.read_blocks(pairs[0], reference, own_keys())
     assert [one.name for one in done.findings] == ["canary-failed"]
     assert done.compared == 0
 
@@ -253,11 +253,11 @@ def test_a_beacon_is_no_lease():
 
 def test_what_an_engine_says_of_itself_reaches_who_asks(engines):
     up = engines("up", "llama-3.1-8b", "tp=1", role="consumer")
-    found = ask(up.address, HELLO, None, 30.0)
+    found = ask(up.address, HELLO, own_keys(), 30.0)
     assert (found.role, found.cards[0].beacon) == ("consumer", up.ranks[0].words.beacon)
-    old = Listener("127.0.0.1:0")
+    old = Listener("127.0.0.1:0", own_keys())
     old.welcome(Welcome("old", "1", 60.0, tuple(replace(card, beacon=0) for card in found.cards)))
-    answer = ask(f"127.0.0.1:{old.port}", HELLO, None, 30.0)
+    answer = ask(f"127.0.0.1:{old.port}", HELLO, own_keys(), 30.0)
     assert Engine("a", answer).is_a("producer")
     assert Engine("a", answer).is_a("consumer")
     old.close()
@@ -313,11 +313,11 @@ def shown_for_engines() -> list[str]:
 
 def test_commands_that_are_shown_for_running_engines_work(engines, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for key in (None, key_in(tmp_path, "key=" * 10)):
+    for key in (own_keys(), key_in(tmp_path, "key=" * 10)):
         there = engines("prefill", "lfm2-1.2b", "tp=2", role="producer", key=key)
         here = engines("decode", "lfm2-1.2b", "tp=1", role="consumer", key=key)
         (tmp_path / "key").write_text("key=" * 10)
-        mine = [command for command in shown_for_engines() if ("--key-file" in command) == (key is not None)]
+        mine = [command for command in shown_for_engines() if ("--key-file" in command) != key.local]
         assert mine
         with served(there) as url, Berth("127.0.0.1:0", key, 1 << 20) as berth:
             serving = threading.Thread(target=berth.serve, args=(60.0,), daemon=True)

@@ -26,7 +26,7 @@ from kvferry.doctor.paths import DEVICE, HOST, TCP, paths
 from kvferry.doctor.remote import Berth, listenable, reached
 from kvferry.findings import Severity
 from kvferry.fleet.server import free_port
-from kvferry.session import Key, Listener, read_key
+from kvferry.session import Keys, Listener, own_keys, read_keys
 from running import launch
 
 pytest.importorskip("nixl_cu12")
@@ -179,19 +179,19 @@ def test_a_release_of_nixl_that_is_too_old(tmp_path):
 
 @pytest.fixture
 def keys(tmp_path) -> dict[str, Path]:
-    for name, text in (("mine", "m" * 40), ("other", "o" * 40), ("short", "s")):
+    for name, text in (("mine", "mine" * 10), ("other", "other" * 10), ("short", "s")):
         (tmp_path / name).write_text(text)
     return {name: tmp_path / name for name in ("mine", "other", "short", "absent")}
 
 
 @pytest.fixture
-def berth(keys) -> Iterator[tuple[str, Key]]:
+def berth(keys) -> Iterator[tuple[str, Keys]]:
     """Another doctor that serves, in a process of its own."""
     words = ["doctor", "--serve", "127.0.0.1:0", "--serve-s", "60", "--key-file", str(keys["mine"])]
     process = subprocess.Popen([sys.executable, "-m", "kvferry", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
-    yield line.split()[3], read_key(keys["mine"])
+    yield line.split()[3], read_keys(keys["mine"])
     process.kill()
     process.wait()
 
@@ -233,22 +233,22 @@ def test_a_closed_port():
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"
-        (one,) = listenable(address, None)
+        (one,) = listenable(address, own_keys())
         assert (one.name, one.where) == ("port-taken", address)
         assert "another port" in one.cure
-    assert listenable("127.0.0.1:0", None) == []
-    assert [one.name for one in listenable("0.0.0.0:0", None)] == ["key-needed"]
+    assert listenable("127.0.0.1:0", own_keys()) == []
+    assert [one.name for one in listenable("0.0.0.0:0", own_keys())] == ["key-needed"]
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on(keys):
-    assert [one.name for one in listenable("192.0.2.1:0", read_key(keys["mine"]))] == ["cannot-listen"]
+    assert [one.name for one in listenable("192.0.2.1:0", read_keys(keys["mine"]))] == ["cannot-listen"]
 
 
 def test_an_engine_is_only_read_a_word_of_each_rank(keys):
     """Its memory is not ours to read at length."""
     engine = launch("prefill", "llama-3.1-8b", "tp=2")
     try:
-        findings, path = reached(engine.address, None)
+        findings, path = reached(engine.address, own_keys())
     finally:
         engine.close()
     assert findings == []
@@ -257,11 +257,11 @@ def test_an_engine_is_only_read_a_word_of_each_rank(keys):
 
 
 def test_a_berth_whose_bytes_are_wrong_is_told(keys):
-    with Berth("127.0.0.1:0", None, 1 << 20) as berth:
+    with Berth("127.0.0.1:0", own_keys(), 1 << 20) as berth:
         berth._memory.read()[1000] ^= 1
         serving = threading.Thread(target=berth.serve, args=(60.0,), daemon=True)
         serving.start()
-        findings, path = reached(f"127.0.0.1:{berth.port}", None)
+        findings, path = reached(f"127.0.0.1:{berth.port}", own_keys())
     serving.join()
     assert [one.name for one in findings] == ["path-wrong"]
     assert path is not None
@@ -269,9 +269,9 @@ def test_a_berth_whose_bytes_are_wrong_is_told(keys):
 
 
 def test_somebody_else_at_the_port():
-    listener = Listener("127.0.0.1:0")
+    listener = Listener("127.0.0.1:0", own_keys())
     try:
-        (one,), path = reached(f"127.0.0.1:{listener.port}", None)
+        (one,), path = reached(f"127.0.0.1:{listener.port}", own_keys())
     finally:
         listener.close()
     assert (one.name, path) == ("refused", None)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import zmq
 
+from keyed import KEYS, NAMED, opened, sealed
 from kvferry.engines.vllm.options import read_options
 from kvferry.errors import BadReferenceError, SessionError, TransportError
-from kvferry.session import Card, Courier, Hello, Lease, Listener, PeerKey, Reference, Welcome, Words, from_params, to_params
-from kvferry.session.key import loopback, reach, read_key
+from kvferry.session import Card, Courier, Hello, Lease, Listener, PeerKey, Reference, Welcome, Words
+from kvferry.session.key import loopback, reach
 from kvferry.session.reference import seal
 from kvferry.session.wire import ask
 from kvferry.transport import NixlTransport
@@ -82,33 +83,33 @@ def reached(monkeypatch) -> list[Any]:
 def test_without_a_key_a_reference_that_leads_beyond_this_machine_is_refused(host):
     if host == "*":
         pytest.skip("no reference can say so")
-    params = json.loads(json.dumps(to_params(reference(host))))
+    params = json.loads(json.dumps(sealed(reference(host))))
     with pytest.raises(BadReferenceError, match=r"without a key none is believed .*: set key_file"):
-        from_params(params)
+        opened(params)
 
 
 @pytest.mark.parametrize("host", HERE)
 def test_without_a_key_references_of_this_machine_are_believed(host):
-    assert from_params(to_params(reference(host))) == reference(host)
+    assert opened(sealed(reference(host))) == reference(host)
 
 
 def test_with_a_key_references_lead_anywhere():
     found = reference("prefill-0.example.org")
-    assert from_params(to_params(found, b"secret"), b"secret") == found
+    assert opened(sealed(found, NAMED), NAMED) == found
 
 
 @pytest.mark.parametrize("port", [0, 65536, 99999])
-@pytest.mark.parametrize("secret", [b"", b"secret"])
-def test_references_to_a_port_that_nobody_has_are_damaged(port, secret):
+@pytest.mark.parametrize("held", [KEYS, NAMED])
+def test_references_to_a_port_that_nobody_has_are_damaged(port, held):
     with pytest.raises(BadReferenceError, match="is damaged"):
-        from_params(to_params(reference("127.0.0.1", port), secret), secret)
+        opened(sealed(reference("127.0.0.1", port), held), held)
 
 
 @pytest.mark.parametrize("host", ELSEWHERE)
 def test_without_a_key_nothing_beyond_this_machine_is_dialled_or_looked_up(host, reached):
     with pytest.raises(SessionError, match=r"needs a key"):
-        ask(f"{host}:7000", HELLO, None, 1.0)
-    courier: Courier[str] = Courier(HELLO, None, 1.0, lambda peer, welcome: "met")
+        ask(f"{host}:7000", HELLO, KEYS, 1.0)
+    courier: Courier[str] = Courier(HELLO, KEYS, 1.0, lambda peer, welcome: "met")
     try:
         with pytest.raises(SessionError, match="needs a key"):
             courier.introduce(f"{host}:7000")
@@ -124,7 +125,7 @@ def test_without_a_key_nothing_beyond_this_machine_is_dialled_or_looked_up(host,
 @pytest.mark.parametrize("host", ELSEWHERE)
 def test_without_a_key_nobody_beyond_this_machine_can_dial_in(host):
     with pytest.raises(SessionError, match="needs a key"):
-        Listener(f"{host}:0")
+        Listener(f"{host}:0", KEYS)
 
 
 def test_this_machine_is_known_by_its_numbers_and_one_name():
@@ -134,14 +135,14 @@ def test_this_machine_is_known_by_its_numbers_and_one_name():
 
 def test_a_name_that_others_could_give_a_meaning_is_never_looked_up(closing_listener, reached):
     """`localhost` stands for its number here, whatever the resolver says."""
-    assert reach("localhost:7000", None) == ("127.0.0.1", 7000)
+    assert reach("localhost:7000", KEYS) == ("127.0.0.1", 7000)
     assert closing_listener.port
     assert reached == []
 
 
 @pytest.fixture
 def closing_listener() -> Iterator[Listener]:
-    made = Listener("localhost:0")
+    made = Listener("localhost:0", KEYS)
     yield made
     made.close()
 
@@ -209,11 +210,9 @@ def of_host(host: str) -> bytes:
         (of_host("another")[:-1], "not a peer's metadata"),
     ],
 )
-def test_without_a_key_the_answer_of_another_host_is_not_handed_to_the_transport(metadata, said, tmp_path):
+def test_without_a_key_the_answer_of_another_host_is_not_handed_to_the_transport(metadata, said):
     """A port of this machine may be the end of a tunnel."""
-    (tmp_path / "key").write_text("k" * 40)
-    key = read_key(tmp_path / "key")
-    for held, cards in ((None, (of_host(this_host()), metadata)), (key, (metadata,)), (None, (of_host(this_host()),))):
+    for held, cards in ((KEYS, (of_host(this_host()), metadata)), (NAMED, (metadata,)), (KEYS, (of_host(this_host()),))):
         listener = Listener("127.0.0.1:0", held)
         listener.welcome(Welcome("producer", "p1", 60.0, tuple(card(found) for found in cards)))
         met: list[PeerKey] = []
@@ -221,7 +220,7 @@ def test_without_a_key_the_answer_of_another_host_is_not_handed_to_the_transport
         found = reference("127.0.0.1", listener.port)
         try:
             until(lambda courier=courier, found=found: courier.peer(found) is not None, "an answer")
-            if metadata in cards and held is None:
+            if metadata in cards and held is KEYS:
                 assert re.search(said, str(courier.peer(found)))
                 with pytest.raises(TransportError, match=said):
                     courier.introduce(found.address)
@@ -267,13 +266,13 @@ def test_seals_are_compared_in_a_time_that_tells_nothing(monkeypatch):
         return compare(one, other)
 
     monkeypatch.setattr(hmac, "compare_digest", noted)
-    params = to_params(reference("127.0.0.1"), b"secret")
-    assert from_params(params, b"secret") == reference("127.0.0.1")
-    wanted = seal(reference("127.0.0.1"), b"secret").encode()
+    params = sealed(reference("127.0.0.1"), NAMED)
+    assert opened(params, NAMED) == reference("127.0.0.1")
+    wanted = seal(reference("127.0.0.1"), NAMED.first).encode()
     assert compared == [(wanted, wanted)]
 
 
 @pytest.mark.parametrize("said", [None, 7, b"x", "", "é", "\ud800", "0" * 31, "0" * 32, "0" * 100_000, ["0" * 32]])
 def test_a_seal_of_any_kind_is_compared_and_refused(said):
     with pytest.raises(BadReferenceError, match="not as it was given out"):
-        from_params({**to_params(reference("127.0.0.1")), "seal": said})
+        opened({**sealed(reference("127.0.0.1")), "seal": said})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 import zmq
 
+from keyed import KEYS, secured
 from kvferry.session import Card, Courier, Hello, Lease, Listener, Producer, Reference, Release, Renew, Welcome, Words
 from kvferry.session import listener as listening
 from kvferry.session.connections import Connections
-from kvferry.session.key import read_key
 from kvferry.session.messages import MAX_LEASES, MAX_REQUEST, pack, unpack_reply
 from kvferry.session.reference import MAX_GENERATION
 from kvferry.session.wire import ask, dial
@@ -35,7 +36,7 @@ def made() -> Iterator[Callable[..., Listener]]:
     opened: list[Any] = []
 
     def make(*arguments: Any) -> Listener:
-        opened.append(Listener("127.0.0.1:0", None, *arguments))
+        opened.append(Listener("127.0.0.1:0", KEYS, *arguments))
         opened[-1].welcome(WELCOME)
         return opened[-1]
 
@@ -45,12 +46,20 @@ def made() -> Iterator[Callable[..., Listener]]:
 
 
 @pytest.fixture
+def plain(monkeypatch) -> None:
+    """Listeners hear who has no key, so that a test can send what ZeroMQ never would."""
+    monkeypatch.setattr(listening, "_secure", lambda end, key: None)
+
+
+@pytest.fixture
 def dealer() -> Iterator[Callable[[Listener], zmq.Socket[bytes]]]:
     with zmq.Context() as context:
         ends: list[zmq.Socket[bytes]] = []
 
         def dial(listener: Listener) -> zmq.Socket[bytes]:
             ends.append(context.socket(zmq.DEALER))
+            if listener._socket.curve_server:
+                secured(ends[-1])
             ends[-1].setsockopt(zmq.LINGER, 0)
             ends[-1].connect(f"tcp://127.0.0.1:{listener.port}")
             return ends[-1]
@@ -104,7 +113,7 @@ def cut_after(port: int) -> int:
     return sent
 
 
-def test_a_message_that_never_ends_is_cut_off_and_others_are_served(made, dealer):
+def test_a_message_that_never_ends_is_cut_off_and_others_are_served(plain, made, dealer):
     listener = made()
     end = dealer(listener)
     assert answered(end) == WELCOME
@@ -114,7 +123,7 @@ def test_a_message_that_never_ends_is_cut_off_and_others_are_served(made, dealer
     until(lambda: listener._connections.cut == 1, "one cut")
 
 
-def test_a_message_that_never_ends_is_cut_off_while_others_keep_the_listener_busy(made, dealer):
+def test_a_message_that_never_ends_is_cut_off_while_others_keep_the_listener_busy(plain, made, dealer):
     listener = made()
     busy = dealer(listener)
     busy.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
@@ -129,18 +138,15 @@ def test_a_message_that_never_ends_is_cut_off_while_others_keep_the_listener_bus
     assert 0 < sent < ENOUGH
 
 
-@pytest.mark.parametrize("keyed", [False, True])
-def test_many_whole_messages_are_never_cut_off(keyed, monkeypatch, tmp_path):
+def test_many_whole_messages_are_never_cut_off(monkeypatch):
     """What may wait unheard, here and in the kernel, is less than what is cut. All are kept, however late they are taken."""
     assert listening._UNHEARD * MAX_REQUEST + 4 * listening._BUFFER < listening._UNSAID
     monkeypatch.setattr(listening, "_REST", 0.0)
     monkeypatch.setattr(listening, "_UNTAKEN", 1 << 30)
-    (tmp_path / "key").write_text("k" * 40)
-    key = read_key(tmp_path / "key") if keyed else None
-    listener = Listener("127.0.0.1:0", key)
+    listener = Listener("127.0.0.1:0", KEYS)
     leases = tuple(Lease((1 << 40) - i, MAX_GENERATION) for i in range(MAX_LEASES))
     heard: set[str] = set()
-    with zmq.Context() as context, dial(context, ("127.0.0.1", listener.port), key, MAX_REQUEST, {}) as end:
+    with zmq.Context() as context, dial(context, ("127.0.0.1", listener.port), KEYS.first, MAX_REQUEST, {}) as end:
         sent = 0
         for turn in itertools.count(1):
             message = pack(Renew(f"p{turn}", leases))
@@ -185,6 +191,12 @@ def test_a_connection_of_another_is_never_touched():
                     connections._opened(other.fileno())
                 connections._opened(1 << 20)
                 assert len(connections) == 0
+                held = os.listdir("/proc/self/fd")
+                reading, writing = os.pipe()
+                connections._opened(reading)
+                os.close(reading)
+                os.close(writing)
+                assert os.listdir("/proc/self/fd") == held
                 there.sendall(b"x")
                 connections.watch()
                 assert here.recv(1) == b"x"
@@ -238,7 +250,7 @@ def test_the_listener_rests_in_proportion_to_its_work(made, dealer, monkeypatch)
 def test_renewals_of_a_courier_reach_the_leases(made):
     producer, leases = held(600)
     listener = made(producer.stands)
-    courier: Courier[str] = Courier(HELLO, None, PATIENCE_S, lambda peer, welcome: "met")
+    courier: Courier[str] = Courier(HELLO, KEYS, PATIENCE_S, lambda peer, welcome: "met")
     try:
         courier._consumer._renew_s = 0.05
         for i, lease in enumerate(leases):
@@ -247,7 +259,7 @@ def test_renewals_of_a_courier_reach_the_leases(made):
         until(lambda: all_renewed(listener, producer), "all renewals")
     finally:
         courier.close()
-    assert ask(f"127.0.0.1:{listener.port}", HELLO, None, PATIENCE_S) == WELCOME
+    assert ask(f"127.0.0.1:{listener.port}", HELLO, KEYS, PATIENCE_S) == WELCOME
 
 
 def all_renewed(listener: Listener, producer: Producer) -> bool:

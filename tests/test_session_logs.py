@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from keyed import KEYS, opened, sealed
 from kvferry import errors
 from kvferry.errors import BadReferenceError, DecodeError, KVFerryError, MismatchError, plain, printable
 from kvferry.logs import LOGGERS, indented
@@ -26,8 +27,6 @@ from kvferry.session import (
     Refusal,
     Welcome,
     Words,
-    from_params,
-    to_params,
 )
 from kvferry.session.messages import pack, unpack_reply, unpack_request
 from kvferry.session.wire import ask
@@ -60,7 +59,7 @@ def welcome(engine: str, incarnation: str) -> Welcome:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = Listener("127.0.0.1:0")
+    made = Listener("127.0.0.1:0", KEYS)
     yield made
     made.close()
 
@@ -68,7 +67,7 @@ def listener() -> Iterator[Listener]:
 def test_a_consumers_name_stays_within_its_line(listener, caplog):
     caplog.set_level(logging.INFO)
     listener.welcome(welcome("p", "p1"))
-    ask(f"127.0.0.1:{listener.port}", Hello(NAME, NAME), None, 20.0)
+    ask(f"127.0.0.1:{listener.port}", Hello(NAME, NAME), KEYS, 20.0)
     until(lambda: "asks for the manifests" in caplog.text, "a line")
     assert "all is well" in caplog.text
     harmless(caplog)
@@ -81,7 +80,7 @@ def test_a_producers_names_stay_within_their_line_and_within_the_reason(listener
     def meet(peer: PeerKey, found: Welcome) -> str:
         raise RuntimeError(NAME) if threading.current_thread().name == "kvferry-asking" else KVFerryError(NAME)
 
-    courier: Courier[str] = Courier(Hello("d", "d1"), None, 20.0, meet)
+    courier: Courier[str] = Courier(Hello("d", "d1"), KEYS, 20.0, meet)
     try:
         for name in (NAME, f"other {NAME}"):
             found = Reference(address, name, name, "r", Lease(0, 7), 5, {"0": [1]}, "digest")
@@ -100,7 +99,7 @@ def test_a_producers_names_stay_within_their_line_and_within_the_reason(listener
 def test_a_refusal_is_told_on_one_line(listener, monkeypatch):
     monkeypatch.setattr(listener, "_welcome", pack(Refusal(NAME)))
     with pytest.raises(KVFerryError, match="refuses: ") as caught:
-        ask(f"127.0.0.1:{listener.port}", Hello("d", "d1"), None, 20.0)
+        ask(f"127.0.0.1:{listener.port}", Hello("d", "d1"), KEYS, 20.0)
     assert str(caught.value).isprintable()
 
 
@@ -115,10 +114,10 @@ def test_what_a_message_or_a_reference_calls_its_fields_is_told_on_one_line():
         with pytest.raises(DecodeError) as caught:
             unpack(msgspec.msgpack.encode(said))
         assert str(caught.value).isprintable()
-    params = to_params(Reference("127.0.0.1:1", "p", "p1", "r", Lease(0, 7), 5, {"0": [1]}, "digest"))
+    params = sealed(Reference("127.0.0.1:1", "p", "p1", "r", Lease(0, 7), 5, {"0": [1]}, "digest"))
     for changed in ({"lease": lease}, {"blocks": {NAME: [1]}}, {"address": NAME}, {"version": NAME}, {"digest": EVIL}):
         with pytest.raises(BadReferenceError) as refused:
-            from_params({**params, **changed})
+            opened({**params, **changed})
         assert str(refused.value).isprintable()
 
 

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keyed import KEYS, NAMED, keys, opened, sealed
 from kvferry.errors import BadReferenceError
-from kvferry.session import Lease, Reference, digest, from_params, to_params
+from kvferry.session import Key, Lease, Reference, digest, from_params, to_params
 from kvferry.session import reference as reference_module
-from kvferry.session.reference import MAX_GROUPS
+from kvferry.session.reference import MAX_GROUPS, Sizes
 
 GOOD = Reference(
     "127.0.0.1:7000", "engine", "3f", "request", Lease(3, (1 << 63) - 1), 40, {"0": [1, -1, 3], "1": 7, "12": []}, "ab12"
@@ -40,9 +41,9 @@ references = st.builds(
 
 @given(references)
 def test_a_reference_comes_back_from_json_as_it_was(reference):
-    relayed = json.loads(json.dumps(to_params(reference)))
-    assert from_params(relayed) == reference
-    assert from_params(relayed).tables == {int(group): table for group, table in reference.blocks.items()}
+    relayed = json.loads(json.dumps(sealed(reference)))
+    assert opened(relayed) == reference
+    assert opened(relayed).tables == {int(group): table for group, table in reference.blocks.items()}
 
 
 @given(references)
@@ -54,14 +55,14 @@ def test_a_router_that_keeps_53_bits_of_a_number_changes_nothing(reference):
             return [lossy(inner) for inner in value]
         return int(float(value)) if isinstance(value, int) else value
 
-    assert from_params(lossy(to_params(reference))) == reference
+    assert opened(lossy(sealed(reference))) == reference
 
 
 def test_a_generation_may_be_a_number_and_newer_fields_are_ignored():
-    params = to_params(msgspec.structs.replace(GOOD, lease=Lease(3, 17)))
+    params = sealed(msgspec.structs.replace(GOOD, lease=Lease(3, 17)))
     params["lease"]["generation"] = 17
     params["remark"] = {"of": ["a newer producer"]}
-    assert from_params(params).lease == Lease(3, 17)
+    assert opened(params).lease == Lease(3, 17)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_generation_may_be_a_number_and_newer_fields_are_ignored():
 )
 def test_a_change_that_passes_for_sound_is_refused(path, value):
     with pytest.raises(BadReferenceError, match="not as it was given out"):
-        from_params(changed(path, value))
+        opened(changed(path, value))
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -95,7 +96,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(path: tuple[Any, ...], to: Any) -> Any:
-    params = copy.deepcopy(to_params(GOOD))
+    params = copy.deepcopy(sealed(GOOD))
     at = params
     for key in path[:-1]:
         at = at[key]
@@ -110,33 +111,33 @@ HUGE = [1 << 64, -(1 << 64), 10**400, "x" * 257, "9" * 5000]
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_that_is_missing_is_named(field):
-    params = to_params(GOOD)
+    params = sealed(GOOD)
     del params[field]
     with pytest.raises(BadReferenceError, match=field):
-        from_params(params)
+        opened(params)
 
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("value", [*WRONG, *HUGE], ids=lambda value: type(value).__name__)
 def test_a_field_of_a_wrong_kind_is_refused(field, value):
     with pytest.raises(BadReferenceError):
-        from_params(changed((field,), value))
+        opened(changed((field,), value))
 
 
 @pytest.mark.parametrize(
     "params",
-    [None, 1, "text", [], [to_params(GOOD)], b"", {}, {"version": 1}, {1: 2}, {"version": [[[]]] * 1000}],
+    [None, 1, "text", [], [sealed(GOOD)], b"", {}, {"version": 1}, {1: 2}, {"version": [[[]]] * 1000}],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_reference_at_all_is_refused(params):
     with pytest.raises(BadReferenceError):
-        from_params(params)
+        opened(params)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", True, 1 << 70, 10**5000, None, [], {}], ids=lambda value: type(value).__name__)
 def test_another_version_is_refused_and_both_are_named(version):
     with pytest.raises(BadReferenceError) as caught:
-        from_params(changed(("version",), version))
+        opened(changed(("version",), version))
     assert "version" in str(caught.value) or "`int`" in str(caught.value)
     assert len(str(caught.value)) < 500
 
@@ -146,13 +147,13 @@ def test_another_version_is_refused_and_both_are_named(version):
 )
 def test_generations_that_no_lease_has_are_refused(generation):
     with pytest.raises(BadReferenceError):
-        from_params(changed(("lease", "generation"), generation))
+        opened(changed(("lease", "generation"), generation))
 
 
 @pytest.mark.parametrize("group", ["", "00", "01", "-1", "1\n", "1 ", "x", "1" * 10, "٣"])
 def test_group_ids_are_written_in_one_way_only(group):
     with pytest.raises(BadReferenceError):
-        from_params(changed(("blocks",), {group: [1]}))
+        opened(changed(("blocks",), {group: [1]}))
 
 
 @pytest.mark.parametrize(
@@ -160,14 +161,14 @@ def test_group_ids_are_written_in_one_way_only(group):
 )
 def test_addresses_that_cannot_be_dialled_are_refused(address):
     with pytest.raises(BadReferenceError, match="address"):
-        from_params(changed(("address",), address))
+        opened(changed(("address",), address))
 
 
 def test_a_refusal_is_short_however_long_the_damage():
     long = "x" * 1_000_000
-    for params in (changed(("version",), long), changed(("lease",), {**to_params(GOOD)["lease"], long: 1})):
+    for params in (changed(("version",), long), changed(("lease",), {**sealed(GOOD)["lease"], long: 1})):
         with pytest.raises(BadReferenceError) as caught:
-            from_params(params)
+            opened(params)
         assert len(str(caught.value)) < 500
 
 
@@ -177,13 +178,13 @@ def test_nesting_beyond_reason_is_refused():
         deep = [deep]
     for field in FIELDS:
         with pytest.raises(BadReferenceError):
-            from_params({**to_params(GOOD), field: deep})
+            opened({**sealed(GOOD), field: deep})
     while deep:
         deep = deep.pop()
 
 
 def mutant(rng: random.Random) -> Any:
-    params = copy.deepcopy(to_params(GOOD))
+    params = copy.deepcopy(sealed(GOOD))
     for _ in range(rng.randint(1, 3)):
         at, found = params, list(paths(params))
         if not found:
@@ -205,7 +206,7 @@ def mutant(rng: random.Random) -> Any:
 
 def readable(params: Any) -> Reference | None:
     try:
-        return from_params(params)
+        return opened(params)
     except BadReferenceError:
         return None
 
@@ -215,7 +216,7 @@ def test_mutants_are_references_or_damaged_and_nothing_else():
     found = [readable(mutant(rng)) for _ in range(5000)]
     assert 3000 < found.count(None) < 5000
     for reference in filter(None, found):
-        assert from_params(json.loads(json.dumps(to_params(reference)))) == reference
+        assert opened(json.loads(json.dumps(sealed(reference)))) == reference
 
 
 def parsed(text: str) -> Any:
@@ -227,13 +228,13 @@ def parsed(text: str) -> Any:
 
 def test_text_that_a_router_cut_or_flipped_is_a_reference_or_damaged():
     rng = random.Random(6)
-    text = json.dumps(to_params(GOOD))
+    text = json.dumps(sealed(GOOD))
     places = [rng.randrange(len(text)) for _ in range(3000)]
     flipped = [text[:at] + rng.choice('09"{}[],:-.ex\\ ') + text[at + 1 :] for at in places]
     found = [readable(parsed(damaged)) for damaged in (*flipped, *(text[:at] + text[at + 1 :] for at in places))]
     assert 0 < found.count(None) < len(found)
     for reference in filter(None, found):
-        assert from_params(json.loads(json.dumps(to_params(reference)))) == reference
+        assert opened(json.loads(json.dumps(sealed(reference)))) == reference
 
 
 WHAT = st.tuples(
@@ -298,8 +299,7 @@ def test_a_beginning_has_its_digest_whatever_its_length(count, beyond):
 
 
 def test_seals_and_digests_are_the_same_in_every_version():
-    assert to_params(GOOD)["seal"] == "e103d70594f6550d182c7a85673a632c"
-    assert to_params(GOOD, b"the cluster's")["seal"] == "86cac518eea008245530093bf501854b"
+    assert to_params(GOOD, Key(b"", b"the cluster's"))["seal"] == "86cac518eea008245530093bf501854b"
     tokens = [*range(300), 1 << 16, 1 << 32]
     assert digest(tokens, adapter="lora", media=[("image", 1)], salt="s") == "93a1788b1399471c6fcb1c7db4990206"
 
@@ -329,48 +329,128 @@ def test_nothing_is_hashed_in_pieces_for_which_python_lets_go_of_its_lock(monkey
     digest(tokens, count=4999, salt="s" * 5000, media=[("m" * 300, place) for place in range(20)])
     digest(tokens)
     whole = sum(fed)
-    from_params(to_params(msgspec.structs.replace(GOOD, blocks={"0": tokens})))
+    opened(sealed(msgspec.structs.replace(GOOD, blocks={"0": tokens})))
     assert whole > 2 * 5 * 4999 + 5000 + 20 * 300
     assert sum(fed) - whole > 2 * 6 * 5000
     assert max(fed) <= 2047
 
 
 def test_an_address_beyond_this_machine_is_believed_with_a_key_only_however_often_it_was_read():
-    secret = b"the cluster's"
     far = msgspec.structs.replace(GOOD, address="10.1.2.3:7000")
     for _ in range(2):
-        assert from_params(to_params(far, secret), secret) == far
+        assert opened(sealed(far, NAMED), NAMED) == far
         with pytest.raises(BadReferenceError, match="leads beyond this machine"):
-            from_params(to_params(far))
-        assert from_params(to_params(GOOD)) == from_params(to_params(GOOD, secret), secret) == GOOD
+            opened(sealed(far))
+        assert opened(sealed(GOOD)) == opened(sealed(GOOD, NAMED), NAMED) == GOOD
 
 
 def test_an_address_that_nobody_can_listen_at_is_refused_each_time():
     for _ in range(2):
         for at in ("127.0.0.1:0", "127.0.0.1:65536"):
             with pytest.raises(BadReferenceError, match=r"the reference is damaged: .*127"):
-                from_params(to_params(msgspec.structs.replace(GOOD, address=at)))
+                opened(sealed(msgspec.structs.replace(GOOD, address=at)))
 
 
-def test_with_a_key_a_reference_that_others_made_is_refused():
-    ours, theirs = b"the cluster's", b"another's"
-    assert from_params(to_params(GOOD, ours), ours) == GOOD
-    for made, read in ((theirs, ours), (b"", ours), (ours, b"")):
+def test_a_reference_under_another_key_is_refused():
+    assert opened(sealed(GOOD, NAMED), NAMED) == GOOD
+    for made, read in ((keys("another's"), NAMED), (KEYS, NAMED), (NAMED, KEYS)):
         with pytest.raises(BadReferenceError, match="under another key"):
-            from_params(to_params(GOOD, made), read)
+            opened(sealed(GOOD, made), read)
+
+
+def test_each_of_two_keys_opens_a_seal_and_the_first_makes_it():
+    both = keys("old", "new")
+    assert opened(sealed(GOOD, keys("old")), both) == opened(sealed(GOOD, keys("new")), both) == GOOD
+    assert sealed(GOOD, both) == sealed(GOOD, keys("old")) != sealed(GOOD, keys("new"))
+
+
+def test_a_seal_with_the_empty_secret_opens_nothing():
+    forged = to_params(GOOD, Key(b"", b""))
+    assert forged["seal"] == "e103d70594f6550d182c7a85673a632c"
+    for held in (KEYS, NAMED):
+        with pytest.raises(BadReferenceError, match="under another key"):
+            opened(forged, held)
+
+
+SMALL = Sizes(3, 40)
+
+
+class Worked:
+    """What was done with references: tables that were converted, and bytes that were encoded and hashed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.converted: list[Any] = []
+        self.encoded = self.hashed = 0
+        convert, encode, feed = msgspec.convert, msgspec.json.encode, reference_module._feed
+
+        def converts(said: Any, kind: Any) -> Any:
+            self.converted += [kind] if kind is reference_module.Tables else []
+            return convert(said, kind)
+
+        def encodes(said: Any, **how: Any) -> bytes:
+            text = encode(said, **how)
+            self.encoded += len(text)
+            return text
+
+        def feeds(update: Any, data: Any) -> None:
+            self.hashed += len(data)
+            feed(update, data)
+
+        monkeypatch.setattr(msgspec, "convert", converts)
+        monkeypatch.setattr(msgspec.json, "encode", encodes)
+        monkeypatch.setattr(reference_module, "_feed", feeds)
 
 
 @pytest.mark.parametrize(
-    "blocks", [{"0": [1] * 41}, {"0": [1], "1": [1] * 41}, {str(group): 1 for group in range(MAX_GROUPS + 1)}]
+    "blocks", [{"0": [1] * 41}, {"0": [1], "1": [1] * 41}, {str(group): 1 for group in range(4)}, {"0": [1] * 1_000_000}]
 )
-def test_a_reference_with_more_blocks_than_its_request_has_tokens_is_refused_before_it_is_read(blocks, monkeypatch):
-    """The engine's thread reads it: what that costs is for the prompt to say, not for the reference."""
-    params = to_params(msgspec.structs.replace(GOOD, blocks=blocks))
-    monkeypatch.setattr(msgspec, "convert", lambda *_: pytest.fail("it was read"))
-    with pytest.raises(BadReferenceError, match="a prompt of 40 tokens has 256 groups with 40 blocks at most"):
-        from_params(params, most=40)
+def test_a_reference_that_is_larger_than_the_longest_prompts_is_refused_by_lengths_alone(blocks, monkeypatch):
+    """The engine's thread reads it: what that costs is for the engine's own groups to say, not for the reference."""
+    params = sealed(msgspec.structs.replace(GOOD, blocks=blocks))
+    worked = Worked(monkeypatch)
+    with pytest.raises(BadReferenceError, match="takes has 3 groups with 40 blocks at most"):
+        from_params(params, KEYS, SMALL)
+    assert (worked.converted, worked.encoded, worked.hashed) == ([], 0, 0)
 
 
-def test_a_reference_with_as_many_blocks_as_tokens_is_read():
-    found = msgspec.structs.replace(GOOD, blocks={str(group): [1] * 40 for group in range(MAX_GROUPS)})
-    assert from_params(to_params(found), most=40) == found
+@pytest.mark.parametrize("blocks", [{"0": [1] * 40}, {"0": ["x" * 10_000_000]}, {"0": [[[1] * 1_000_000]]}, {"x": [None] * 40}])
+def test_tables_are_converted_under_a_seal_of_ours_only(blocks, monkeypatch):
+    """And what is no table of numbers is not even hashed, beyond what the longest would cost."""
+    params = {**sealed(GOOD), "blocks": blocks}
+    worked = Worked(monkeypatch)
+    with pytest.raises(BadReferenceError, match="not as it was given out"):
+        from_params(params, KEYS, SMALL)
+    assert worked.converted == []
+    assert worked.hashed <= SMALL.text < 20_000
+
+
+@pytest.mark.parametrize("field", ["engine", "address", "lease", "seal", "digest", "a newer one's"])
+def test_long_fields_are_not_hashed_either(field, monkeypatch):
+    worked = Worked(monkeypatch)
+    long = {"slot": 1, "generation": "1" * 10_000_000} if field == "lease" else "x" * 10_000_000
+    params = {**sealed(GOOD), field: long}
+    worked.encoded = worked.hashed = 0
+    if field == "a newer one's":
+        assert from_params(params, KEYS, SMALL) == GOOD
+    else:
+        with pytest.raises(BadReferenceError):
+            from_params(params, KEYS, SMALL)
+    assert worked.hashed <= SMALL.text
+
+
+def test_a_reference_with_more_fields_than_there_will_ever_be_is_refused():
+    with pytest.raises(BadReferenceError, match=r"it has 1,0\d\d fields"):
+        opened({**sealed(GOOD), **{str(field): 1 for field in range(1000)}})
+
+
+def test_a_reference_of_the_longest_prompt_is_read():
+    found = msgspec.structs.replace(GOOD, blocks={str(group): [(1 << 40) - 1] * 40 for group in range(3)})
+    assert from_params(sealed(found), KEYS, SMALL) == found
+
+
+def test_sizes_are_those_of_the_engines_own_groups_and_of_somewhat_finer_ones():
+    assert Sizes.of(4096, 1, [16]) == Sizes(4, 513)
+    assert Sizes.of(4096, 3, [128, 64]) == Sizes(8, 513)
+    assert Sizes.of(4097, 1, [4]) == Sizes(4, 1026)
+    assert Sizes.of(4096, 2, []) == Sizes(6, 513)
+    assert Sizes.of(1, 200, [16]).groups == MAX_GROUPS

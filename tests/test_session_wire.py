@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import zmq
 
+from keyed import KEYS, secured
 from kvferry.errors import DecodeError, SessionError
 from kvferry.fleet.server import free_port
 from kvferry.session import (
     Card,
     Courier,
     Hello,
-    Key,
+    Keys,
     Lease,
     Listener,
     PeerKey,
@@ -30,7 +31,7 @@ from kvferry.session import (
     Renew,
     Welcome,
     Words,
-    read_key,
+    read_keys,
     wire,
 )
 from kvferry.session import courier as couriers
@@ -68,15 +69,15 @@ def closing() -> Iterator[Callable[[Any], Any]]:
 
 @pytest.fixture
 def listener(closing) -> Listener:
-    made = closing(Listener("127.0.0.1:0"))
+    made = closing(Listener("127.0.0.1:0", KEYS))
     made.welcome(welcome())
     return made
 
 
-def key_in(folder: Path, name: str, content: str = "") -> Key:
+def key_in(folder: Path, name: str, content: str = "") -> Keys:
     path = folder / name
     path.write_text(content or f"{name:=>40}\n")
-    return read_key(path)
+    return read_keys(path)
 
 
 def at(listener: Listener) -> str:
@@ -119,7 +120,7 @@ def switching_often() -> Iterator[None]:
 
 
 def test_a_hello_is_answered_with_the_welcome(listener):
-    assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+    assert ask(at(listener), HELLO, KEYS, PATIENCE_S) == welcome()
 
 
 def test_a_welcome_of_many_megabytes_arrives_whole_at_many(listener, closing):
@@ -127,29 +128,29 @@ def test_a_welcome_of_many_megabytes_arrives_whole_at_many(listener, closing):
     large = Welcome("producer", "p1", 60.0, cards)
     listener.welcome(large)
     for _ in range(3):
-        assert ask(at(listener), HELLO, None, PATIENCE_S) == large
+        assert ask(at(listener), HELLO, KEYS, PATIENCE_S) == large
 
 
 def test_a_welcome_beyond_the_cap_is_not_taken_in(listener, monkeypatch):
     monkeypatch.setattr(wire, "MAX_WELCOME", 100)
     with pytest.raises(SessionError, match="does not answer"):
-        ask(at(listener), HELLO, None, SHORT_S)
+        ask(at(listener), HELLO, KEYS, SHORT_S)
 
 
 def test_an_engine_that_is_still_starting_says_so(closing):
-    made = closing(Listener("127.0.0.1:0"))
+    made = closing(Listener("127.0.0.1:0", KEYS))
     with pytest.raises(SessionError, match="refuses: this engine is still starting"):
-        ask(at(made), HELLO, None, PATIENCE_S)
+        ask(at(made), HELLO, KEYS, PATIENCE_S)
     made.welcome(welcome())
-    assert ask(at(made), HELLO, None, PATIENCE_S).incarnation == "p1"
+    assert ask(at(made), HELLO, KEYS, PATIENCE_S).incarnation == "p1"
 
 
 def test_another_version_of_the_session_is_refused_by_either_side(listener):
     with pytest.raises(SessionError, match="sessions of version 2 are not spoken here, only 1"):
-        ask(at(listener), Hello("consumer", "d1", version=2), None, PATIENCE_S)
+        ask(at(listener), Hello("consumer", "d1", version=2), KEYS, PATIENCE_S)
     listener.welcome(Welcome("producer", "p1", 60.0, welcome().cards, version=2))
     with pytest.raises(SessionError, match="speaks sessions of version 2, this side 1"):
-        ask(at(listener), HELLO, None, PATIENCE_S)
+        ask(at(listener), HELLO, KEYS, PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_another_version_of_the_session_is_refused_by_either_side(listener):
 def test_what_cannot_be_read_is_refused_and_the_next_greeting_answered(listener, frames):
     with zmq.Context() as context, context.socket(zmq.DEALER) as end:
         end.setsockopt(zmq.LINGER, 0)
-        end.connect(f"tcp://{at(listener)}")
+        secured(end).connect(f"tcp://{at(listener)}")
         end.send_multipart(frames)
         assert end.poll(PATIENCE_S * 1000)
         assert isinstance(unpack_reply(end.recv()), Refusal)
@@ -175,18 +176,18 @@ def test_what_cannot_be_read_is_refused_and_the_next_greeting_answered(listener,
         assert end.poll(PATIENCE_S * 1000)
         assert unpack_reply(end.recv()) == welcome()
     assert listener.refused == 1
-    assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+    assert ask(at(listener), HELLO, KEYS, PATIENCE_S) == welcome()
 
 
 def test_a_message_beyond_the_cap_and_bytes_that_are_no_session_end_only_their_connection(listener):
     with zmq.Context() as context, context.socket(zmq.DEALER) as end:
         end.setsockopt(zmq.LINGER, 0)
-        end.connect(f"tcp://{at(listener)}")
+        secured(end).connect(f"tcp://{at(listener)}")
         end.send(bytes(2 * MAX_REQUEST))
         for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"", bytes(100_000)):
             with socket.create_connection(("127.0.0.1", listener.port), PATIENCE_S) as raw:
                 raw.sendall(data)
-        assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+        assert ask(at(listener), HELLO, KEYS, PATIENCE_S) == welcome()
     assert listener.take() == []
 
 
@@ -195,10 +196,10 @@ def test_a_flood_of_greetings_keeps_few_answers_waiting_and_others_are_served(li
     with zmq.Context() as context, context.socket(zmq.DEALER) as end:
         end.setsockopt(zmq.LINGER, 0)
         end.setsockopt(zmq.RCVHWM, 1)
-        end.connect(f"tcp://{at(listener)}")
+        secured(end).connect(f"tcp://{at(listener)}")
         for _ in range(500):
             end.send(pack(HELLO))
-        assert ask(at(listener), HELLO, None, PATIENCE_S).incarnation == "p1"
+        assert ask(at(listener), HELLO, KEYS, PATIENCE_S).incarnation == "p1"
 
 
 def test_an_error_in_the_listener_itself_does_not_end_it(listener, monkeypatch):
@@ -212,25 +213,25 @@ def test_an_error_in_the_listener_itself_does_not_end_it(listener, monkeypatch):
         return unpack(data)
 
     monkeypatch.setattr(listening, "unpack_request", stumbles)
-    assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+    assert ask(at(listener), HELLO, KEYS, PATIENCE_S) == welcome()
     assert failed.is_set()
 
 
 def test_words_that_nobody_takes_do_not_pile_up(listener, closing, monkeypatch):
     monkeypatch.setattr(listening, "_UNTAKEN", 10)
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     for slot in range(30):
         courier.hold(f"r{slot}", reference(at(listener), slot))
         courier.release(f"r{slot}", reference(at(listener), slot), "loaded")
     until(lambda: len(listener._released) == 10, "ten messages")
-    assert ask(at(listener), HELLO, None, PATIENCE_S) == welcome()
+    assert ask(at(listener), HELLO, KEYS, PATIENCE_S) == welcome()
     assert len(listener.take()) == 10
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]", "192.0.2.1", "example.org"])
 def test_listening_beyond_this_machine_needs_a_key_and_the_error_says_how(host):
     with pytest.raises(SessionError, match=r"needs a key.*: set key_file .* or use 127\.0\.0\.1"):
-        Listener(f"{host}:0")
+        Listener(f"{host}:0", KEYS)
 
 
 def test_with_a_key_it_listens_on_all_interfaces(closing, tmp_path):
@@ -241,7 +242,7 @@ def test_with_a_key_it_listens_on_all_interfaces(closing, tmp_path):
 
 def test_an_address_that_is_taken_is_an_error_that_names_the_option(listener):
     with pytest.raises(SessionError, match=f"cannot listen on {at(listener)}.*option listen"):
-        Listener(at(listener))
+        Listener(at(listener), KEYS)
 
 
 def test_only_who_holds_the_same_key_is_answered(closing, tmp_path):
@@ -250,12 +251,12 @@ def test_only_who_holds_the_same_key_is_answered(closing, tmp_path):
     assert ask(at(made), HELLO, key_in(tmp_path, "one"), PATIENCE_S) == welcome()
     with pytest.raises(SessionError, match="has it another key, or none"):
         ask(at(made), HELLO, key_in(tmp_path, "other"), SHORT_S)
-    with pytest.raises(SessionError, match=r"does it want a key \(key_file\)"):
-        ask(at(made), HELLO, None, SHORT_S)
+    with pytest.raises(SessionError, match=r"name one file in key_file on both sides"):
+        ask(at(made), HELLO, KEYS, SHORT_S)
     assert ask(at(made), HELLO, key_in(tmp_path, "one"), PATIENCE_S) == welcome()
 
 
-def test_a_listener_without_a_key_does_not_answer_who_has_one(listener, tmp_path):
+def test_a_listener_with_its_users_own_key_does_not_answer_who_has_a_named_one(listener, tmp_path):
     with pytest.raises(SessionError, match="has it another key, or none"):
         ask(at(listener), HELLO, key_in(tmp_path, "one"), SHORT_S)
 
@@ -268,39 +269,24 @@ def test_who_refuses_the_handshake_before_it_is_asked_is_not_waited_for(listener
         ask(at(listener), HELLO, key_in(tmp_path, "one"), PATIENCE_S)
 
 
-class Forgetful:
-    """A socket that loses the first thing it is to send."""
-
-    def __init__(self, end: zmq.Socket[bytes]) -> None:
-        self._end, self.sent = end, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._end, name)
-
-    def send(self, *words: Any) -> None:
-        self.sent += 1
-        if self.sent > 1:
-            self._end.send(*words)
-
-
 def test_a_question_that_is_lost_on_its_way_is_put_again(listener, monkeypatch):
-    dial, ends = wire.dial, []
+    put, sent = wire._put, []
 
-    def forgetful(*how: Any) -> Forgetful:
-        ends.append(Forgetful(dial(*how)))
-        return ends[-1]
+    def forgetful(ends: Any, question: bytes) -> bool:
+        sent.append(question)
+        return len(sent) == 1 or put(ends, question)
 
     listener.welcome(welcome())
-    monkeypatch.setattr(wire, "dial", forgetful)
-    assert ask(at(listener), HELLO, None, PATIENCE_S).engine == "producer"
-    assert [end.sent for end in ends] == [2]
+    monkeypatch.setattr(wire, "_put", forgetful)
+    assert ask(at(listener), HELLO, KEYS, PATIENCE_S).engine == "producer"
+    assert sent == [pack(HELLO)] * 2
     assert listener.greeted == 1
 
 
 def test_words_from_who_holds_no_key_are_not_heard(closing, tmp_path):
     key = key_in(tmp_path, "one")
     made = closing(Listener("127.0.0.1:0", key))
-    couriers = {name: closing(Courier(HELLO, k, SHORT_S, met)) for name, k in (("thief", None), ("reader", key))}
+    couriers = {name: closing(Courier(HELLO, k, SHORT_S, met)) for name, k in (("thief", KEYS), ("reader", key))}
     for slot, courier in enumerate(couriers.values()):
         courier.hold("r", reference(at(made), slot))
         courier.release("r", reference(at(made), slot), "")
@@ -314,7 +300,7 @@ def free_address() -> str:
 def test_where_nobody_listens_the_error_comes_at_once_and_says_so():
     address = free_address()
     with pytest.raises(SessionError, match=f"nobody listens at {address}.*refused"):
-        ask(address, HELLO, None, 3600.0)
+        ask(address, HELLO, KEYS, 3600.0)
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid:1", f"{'x' * 70}.invalid:1", "..:1"])
@@ -324,9 +310,9 @@ def test_a_host_that_has_no_address_is_an_error_like_any_other(address, tmp_path
 
 
 def test_a_producer_is_met_and_its_leases_are_renewed_and_released(closing):
-    made = closing(Listener("127.0.0.1:0"))
+    made = closing(Listener("127.0.0.1:0", KEYS))
     made.welcome(welcome(lease_s=0.3))
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     courier.hold("a", reference(at(made), 0))
     courier.hold("b", reference(at(made), 1))
     assert answer(courier, reference(at(made))) == "producer p1"
@@ -340,7 +326,7 @@ def test_a_producer_is_met_and_its_leases_are_renewed_and_released(closing):
 
 
 def test_a_reference_of_an_earlier_start_is_refused_with_the_reason(listener, closing):
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     stale = reference(at(listener), incarnation="p0")
     courier.hold("a", stale)
     assert "start p1; the reference is of producer, start p0: it is gone" in answer(courier, stale)
@@ -348,8 +334,8 @@ def test_a_reference_of_an_earlier_start_is_refused_with_the_reason(listener, cl
 
 
 def test_a_reason_is_asked_about_again_after_a_pause(closing):
-    made = closing(Listener("127.0.0.1:0"))
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    made = closing(Listener("127.0.0.1:0", KEYS))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     courier._consumer._retry_s = 0.05
     said: list[Any] = []
     until(lambda: said.append(courier.peer(reference(at(made)))) or any(said), "a refusal")
@@ -363,7 +349,7 @@ def test_what_goes_wrong_in_meeting_a_producer_is_the_reason(listener, closing, 
     def meet(peer: PeerKey, found: Welcome) -> str:
         raise error
 
-    courier = closing(Courier(HELLO, None, PATIENCE_S, meet))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, meet))
     courier.hold("a", reference(at(listener)))
     assert str(error) in answer(courier, reference(at(listener)))
     with pytest.raises(type(error)):
@@ -371,7 +357,7 @@ def test_what_goes_wrong_in_meeting_a_producer_is_the_reason(listener, closing, 
 
 
 def test_a_producer_that_is_introduced_is_known_to_its_references(listener, closing):
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     assert courier.introduce(at(listener)) == "producer p1"
     assert answer(courier, reference(at(listener))) == "producer p1"
     with pytest.raises(SessionError, match="nobody listens"):
@@ -379,7 +365,7 @@ def test_a_producer_that_is_introduced_is_known_to_its_references(listener, clos
 
 
 def test_a_producer_that_restarted_at_its_address_is_met_anew_and_the_old_one_forgotten(listener, closing):
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     assert answer(courier, reference(at(listener))) == "producer p1"
     assert courier.forgotten() == []
     listener.welcome(welcome("p2"))
@@ -391,7 +377,7 @@ def test_a_producer_that_restarted_at_its_address_is_met_anew_and_the_old_one_fo
 
 def test_addresses_that_nobody_answers_keep_few_sockets_and_the_courier_goes_on(listener, closing, monkeypatch):
     monkeypatch.setattr(couriers, "_ENDS", 3)
-    courier = closing(Courier(HELLO, None, SHORT_S, met))
+    courier = closing(Courier(HELLO, KEYS, SHORT_S, met))
     for port in range(1, 12):
         courier.hold(f"r{port}", reference(f"127.0.0.1:{port}"))
         courier.release(f"r{port}", reference(f"127.0.0.1:{port}"), "")
@@ -413,7 +399,7 @@ def dead() -> Iterator[list[str]]:
 
 def test_dead_addresses_hold_up_no_greeting_of_others(listener, closing, dead, monkeypatch):
     monkeypatch.setattr(wire, "_REACH_S", 1.0)
-    courier = closing(Courier(HELLO, None, 3600.0, met))
+    courier = closing(Courier(HELLO, KEYS, 3600.0, met))
     for number, address in enumerate(dead):
         courier.hold(f"r{number}", reference(address))
     assert answer(courier, reference(at(listener))) == "producer p1"
@@ -424,7 +410,7 @@ def test_dead_addresses_hold_up_no_greeting_of_others(listener, closing, dead, m
 def test_who_takes_connections_and_says_nothing_is_told_from_a_producer_that_is_slow(dead, monkeypatch):
     monkeypatch.setattr(wire, "_REACH_S", 0.3)
     with pytest.raises(SessionError, match=f"nobody listens at {dead[0]}: the port is open and says nothing"):
-        ask(dead[0], HELLO, None, PATIENCE_S)
+        ask(dead[0], HELLO, KEYS, PATIENCE_S)
 
 
 def test_a_connection_whose_handshake_does_not_end_is_made_anew(listener, monkeypatch):
@@ -445,7 +431,7 @@ def test_a_connection_whose_handshake_does_not_end_is_made_anew(listener, monkey
                         threading.Thread(target=_carried, args=(one, other, 10 if stalls else 1 << 30), daemon=True).start()
 
         threading.Thread(target=stall_the_second, daemon=True).start()
-        assert ask(f"127.0.0.1:{between.getsockname()[1]}", HELLO, None, PATIENCE_S) == welcome()
+        assert ask(f"127.0.0.1:{between.getsockname()[1]}", HELLO, KEYS, PATIENCE_S) == welcome()
         assert len(taken) >= 6
         for end in taken:
             end.close()
@@ -462,7 +448,7 @@ def test_who_speaks_something_else_is_not_greeted():
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as pool:
         answering = pool.submit(lambda: other.accept()[0].sendall(b"220 mail.example.org ready\r\n"))
         with pytest.raises(SessionError, match="the port is open and speaks no session"):
-            ask(f"127.0.0.1:{other.getsockname()[1]}", HELLO, None, PATIENCE_S)
+            ask(f"127.0.0.1:{other.getsockname()[1]}", HELLO, KEYS, PATIENCE_S)
         answering.result()
 
 
@@ -476,7 +462,7 @@ def test_many_starts_that_are_named_at_one_dead_address_cost_one_greeting(closin
 
     monkeypatch.setattr(couriers, "find", counted)
     monkeypatch.setattr(wire, "_REACH_S", 1.5)
-    courier = closing(Courier(HELLO, None, 3600.0, met))
+    courier = closing(Courier(HELLO, KEYS, 3600.0, met))
     references = [reference(dead[0], incarnation=f"p{number}") for number in range(100)]
     for number, found in enumerate(references):
         courier.hold(f"r{number}", found)
@@ -485,7 +471,7 @@ def test_many_starts_that_are_named_at_one_dead_address_cost_one_greeting(closin
 
 
 @pytest.fixture
-def names(closing, tmp_path, monkeypatch) -> tuple[Listener, Key, list[str]]:
+def names(closing, tmp_path, monkeypatch) -> tuple[Listener, Keys, list[str]]:
     """A listener that every name leads to, its key, and the threads that looked names up."""
     key = key_in(tmp_path, "one")
     made = closing(Listener("127.0.0.1:0", key))
@@ -555,17 +541,17 @@ def test_a_greeting_that_no_thread_can_be_started_for_is_tried_again(listener, c
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", start_later)
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     assert "it cannot be asked: can't start new thread" in answer(courier, reference(at(listener)))
     failed.clear()
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     courier._consumer._retry_s = 0.0
     until(lambda: courier.peer(reference(at(listener))) == "producer p1", "an answer")
     assert len(failed) == 1
 
 
 def never_ending(server: socket.socket) -> None:
-    """Greets who connects as a producer would, and replies with frames of a message that never ends."""
+    """Greets who connects as a producer would that asked for no key, and replies with frames of a message that never ends."""
     greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
     for _ in range(2):
@@ -581,16 +567,18 @@ def never_ending(server: socket.socket) -> None:
                 end.sendall(b"\x01\x01x")
 
 
-def test_a_reply_that_never_ends_is_refused_by_its_first_frames():
+def test_a_reply_that_never_ends_is_refused_by_its_first_frames(monkeypatch):
+    """From a producer that has the key: none here speaks its encryption by hand."""
+    monkeypatch.setattr(wire, "_secure", lambda end, key: None)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         replying = pool.submit(never_ending, server)
         with pytest.raises(DecodeError, match="not a reply"):
-            ask(f"127.0.0.1:{server.getsockname()[1]}", HELLO, None, PATIENCE_S)
+            ask(f"127.0.0.1:{server.getsockname()[1]}", HELLO, KEYS, PATIENCE_S)
         replying.result()
 
 
 def test_a_load_that_failed_makes_sure_that_its_producer_is_still_there(listener, closing):
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     assert answer(courier, reference(at(listener))) == "producer p1"
     courier.doubt(reference(at(listener)))
     assert answer(courier, reference(at(listener))) == "producer p1"
@@ -602,7 +590,7 @@ def test_a_load_that_failed_makes_sure_that_its_producer_is_still_there(listener
 
 def test_a_producer_in_doubt_is_not_read_from_before_it_has_answered(listener, closing):
     """However the threads that ask and that read take turns."""
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     found = reference(at(listener))
     assert answer(courier, found) == "producer p1"
     with switching_often():
@@ -625,7 +613,7 @@ def test_an_introduction_that_takes_long_leaves_a_doubt_that_came_meanwhile(clos
 
     monkeypatch.setattr(couriers, "find", lambda *_: ("127.0.0.1", 7000))
     monkeypatch.setattr(couriers, "ask_at", ask_at)
-    courier = closing(Courier(HELLO, None, PATIENCE_S, met))
+    courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
     found = reference("127.0.0.1:7000")
     introducing = threading.Thread(target=courier.introduce, args=(found.address,), name="introducing")
     introducing.start()
@@ -646,7 +634,7 @@ def test_an_introduction_that_takes_long_leaves_a_doubt_that_came_meanwhile(clos
 
 def test_what_was_asked_to_be_said_before_closing_is_said(listener, monkeypatch):
     monkeypatch.setattr(couriers, "_LINGER_MS", int(1000 * PATIENCE_S))
-    courier = Courier(HELLO, None, PATIENCE_S, met)
+    courier = Courier(HELLO, KEYS, PATIENCE_S, met)
     for slot in range(50):
         courier.hold(f"r{slot}", reference(at(listener), slot))
         courier.release(f"r{slot}", reference(at(listener), slot), "loaded")
@@ -662,8 +650,8 @@ def test_closing_ends_all_threads_also_while_a_producer_is_asked():
     before = threads()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        courier = Courier(HELLO, None, 3600.0, met)
-        made = Listener("127.0.0.1:0")
+        courier = Courier(HELLO, KEYS, 3600.0, met)
+        made = Listener("127.0.0.1:0", KEYS)
         for number in range(8):
             courier.hold(f"r{number}", reference(address, number, incarnation=f"p{number}"))
         until(lambda: any(t.name.startswith("kvferry-asking") for t in threads() - before), "one who asks")
@@ -673,19 +661,6 @@ def test_closing_ends_all_threads_also_while_a_producer_is_asked():
         courier.close()
         made.close()
     assert threads() <= before
-
-
-def test_key_files_are_read_or_refused_with_the_reason(tmp_path):
-    assert key_in(tmp_path, "one") == key_in(tmp_path, "one") != key_in(tmp_path, "two")
-    assert key_in(tmp_path, "a", "k" * 32) == key_in(tmp_path, "b", f"  {'k' * 32}\n")
-    with pytest.raises(SessionError, match="has 31 bytes; at least 32 are needed"):
-        key_in(tmp_path, "short", "k" * 31)
-    with pytest.raises(SessionError, match="cannot be read: No such file"):
-        read_key(tmp_path / "none")
-    with pytest.raises(SessionError, match="cannot be read"):
-        read_key(tmp_path)
-    key = key_in(tmp_path, "one")
-    assert key.secret.decode() not in repr(key)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from keyed import KEYS
 from kvferry.engines.vllm.siblings import Siblings, family_of, prompt_of
 from kvferry.errors import SessionError
 from kvferry.manifest import Identity, Manifest
@@ -180,29 +181,29 @@ class TestSeeking:
         one, other = reference("cmpl-1-0-aaaaaaaa", "one", 1), reference("cmpl-1-1-bbbbbbbb", "other", 2)
         for it in (one, other):
             publish(siblings, it)
-        listener = Listener("127.0.0.1:0")
+        listener = Listener("127.0.0.1:0", KEYS)
         try:
             address = f"127.0.0.1:{listener.port}"
-            assert seek(address, Seek("1", one.lease, "other"), None, PATIENCE_S) is None
+            assert seek(address, Seek("1", one.lease, "other"), KEYS, PATIENCE_S) is None
             empty = Manifest(Identity("P", "1", "m"), (), (), (), ())
             listener.welcome(Welcome("P", "1", 60.0, (Card(empty, empty, b""),)), lambda it: siblings.find(it.lease, it.digest))
-            assert seek(address, Seek("1", one.lease, "other"), None, PATIENCE_S) == other
-            assert seek(address, Seek("1", one.lease, "third"), None, PATIENCE_S) is None
-            assert ask(address, Hello("D", "2"), None, PATIENCE_S).engine == "P"
+            assert seek(address, Seek("1", one.lease, "other"), KEYS, PATIENCE_S) == other
+            assert seek(address, Seek("1", one.lease, "third"), KEYS, PATIENCE_S) is None
+            assert ask(address, Hello("D", "2"), KEYS, PATIENCE_S).engine == "P"
         finally:
             listener.close()
 
     def test_nobody_at_the_address_is_said(self) -> None:
         with pytest.raises(SessionError, match=r"nobody listens at 127\.0\.0\.1:1"):
-            seek("127.0.0.1:1", Seek("1", Lease(0, 1), "d"), None, PATIENCE_S)
+            seek("127.0.0.1:1", Seek("1", Lease(0, 1), "d"), KEYS, PATIENCE_S)
 
     def test_a_side_that_closes_does_not_wait(self) -> None:
         stop = threading.Event()
         stop.set()
-        listener = Listener("127.0.0.1:0")
+        listener = Listener("127.0.0.1:0", KEYS)
         listener._answer = lambda data: None  # type: ignore[method-assign]
         try:
             with pytest.raises(SessionError, match="this engine is closing"):
-                seek(f"127.0.0.1:{listener.port}", Seek("1", Lease(0, 1), "d"), None, PATIENCE_S, stop)
+                seek(f"127.0.0.1:{listener.port}", Seek("1", Lease(0, 1), "d"), KEYS, PATIENCE_S, stop)
         finally:
             listener.close()

@@ -18,7 +18,6 @@ from served import Engine, engines, load, loaded, side, sides
 from vllm.v1.engine import FinishReason
 
 from kvferry.engines.vllm.scheduler import CHECKED_A_STEP
-from kvferry.session import from_params
 
 pytestmark = pytest.mark.vllm
 
@@ -206,7 +205,7 @@ class TestNamesThatRequestsShare:
             name = f"cmpl-{'x' * 300}-0-5a5a5a5a"
             begin_prefill(there, name, prompt(1))
             (params,) = answers(there, name)
-            assert len(from_params(params["kvferry"]).request) < 256
+            assert len(params["kvferry"]["request"]) < 256
             here.scheduler.add_request(here.request(name, prompt(1), params))
             until("it is answered", lambda: name in here.outputs, here, there)
             assert here.counted["loaded"] == 1

@@ -51,7 +51,7 @@ from kvferry.engines.vllm.stats import COUNTERS, LABELLED
 from kvferry.engines.vllm.tables import tables_of
 from kvferry.errors import BindError, ManifestError, MismatchError, SessionError, TransportError
 from kvferry.fleet.server import free_port
-from kvferry.session import Lease, from_params, key_of, to_params
+from kvferry.session import Lease, from_params, key_of, own_keys, to_params
 
 pytestmark = pytest.mark.vllm
 
@@ -68,7 +68,8 @@ def lease_of(params: dict[str, Any]) -> Lease:
 
 def say(params: dict[str, Any], **changes: Any) -> None:
     """Another reference, as a producer would have given it out."""
-    params["kvferry"] = to_params(msgspec.structs.replace(from_params(params["kvferry"]), **changes))
+    keys = own_keys()
+    params["kvferry"] = to_params(msgspec.structs.replace(from_params(params["kvferry"], keys), **changes), keys.first)
 
 
 def prefilled(producer: Engine, name: str = "r", prompt: list[int] = PROMPT, **sampling: Any) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class TestReports:
         """Another producer may have been met between the order of a load and the courier's hearing of it."""
         with engines(*sides("llama", side(tp=1), side(tp=2))) as (there, here):
             params = prefilled(there)
-            half, peer = here.connector.scheduler, key_of(from_params(params["kvferry"]))
+            half, peer = here.connector.scheduler, key_of(from_params(params["kvferry"], own_keys()))
             links = [connector.worker._ferry._links for connector in here.connectors]
             here.slow = {1}
             here.scheduler.add_request(here.request("r", PROMPT, params))

@@ -21,7 +21,7 @@ from kvferry.fleet.legs import Prompt, cross_all, prefill
 from kvferry.fleet.metrics import Counters, counted, counters
 from kvferry.fleet.server import Server
 from kvferry.fleet.zygote import Zygote
-from kvferry.session import from_params
+from kvferry.session import from_params, own_keys
 
 pytestmark = pytest.mark.vllm
 
@@ -76,7 +76,7 @@ def command_of(engine: Engine) -> str:
 def assert_checked(producer: Server, consumer: Server, tokens: Prompt) -> None:
     """`kvferry check` of the two as they run: asked, compared, planned and proved; a word of every prefill rank, and a prompt's
     blocks in the layout of the decode engine, really read."""
-    references = [from_params(prefill(server, tokens).params["kvferry"]) for server in (producer, consumer)]
+    references = [from_params(prefill(server, tokens).params["kvferry"], own_keys()) for server in (producer, consumer)]
     asked = ask_all([reference.address for reference in references], None, 30.0)
     assert not asked.findings
     pairs, wrong = check_engines(asked.engines)

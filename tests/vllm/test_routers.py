@@ -26,9 +26,11 @@ from vllm.v1.engine import FinishReason
 
 from kvferry.engines.vllm import dynamo, register
 from kvferry.fleet.server import free_port
-from kvferry.session import from_params
+from kvferry.session import from_params, own_keys
 from kvferry.session.reference import MAX_GENERATION, Lease, Reference, to_params
 from kvferry.up.commands import ALERT
+
+KEYS = own_keys()
 
 pytestmark = pytest.mark.vllm
 
@@ -87,8 +89,8 @@ class TestRelayed:
         reference = Reference(
             "127.0.0.1:7600", "p", "p1", "r", Lease(2**31, MAX_GENERATION), 2**21, {"0": [2**40, 0, -1], "1": 7}, "digest"
         )
-        said = relay({"kvferry": to_params(reference, b"secret")})
-        assert from_params(said["kvferry"], b"secret") == reference
+        said = relay({"kvferry": to_params(reference, KEYS.first)})
+        assert from_params(said["kvferry"], KEYS) == reference
 
     def test_a_prompt_is_loaded(self, relay: Callable[[Answered], Answered]) -> None:
         with engines(*sides("nemotron-h", {}, {})) as (there, here):
@@ -158,7 +160,9 @@ class Clerk:
         self._server.server_close()
 
 
-REFERENCE = to_params(Reference("127.0.0.1:7600", "p", "p1", "r", Lease(3, MAX_GENERATION), 9, {"0": [5, -1, 2**40]}, "d"))
+REFERENCE = to_params(
+    Reference("127.0.0.1:7600", "p", "p1", "r", Lease(3, MAX_GENERATION), 9, {"0": [5, -1, 2**40]}, "d"), KEYS.first
+)
 ANSWER = {"do_remote_prefill": True, "do_remote_decode": False, "more": [2**63 - 1, 0.1, None], "kvferry": REFERENCE}
 
 
@@ -215,7 +219,7 @@ class TestVllmRouter:
         said, (_, _, first), (_, _, second) = self.ask(routed, "/v1/completions", body)
         assert first["kv_transfer_params"] == ASKS
         assert second["kv_transfer_params"] == ANSWER
-        assert from_params(second["kv_transfer_params"]["kvferry"]) == from_params(REFERENCE)
+        assert from_params(second["kv_transfer_params"]["kvferry"], KEYS) == from_params(REFERENCE, KEYS)
         assert [choice["text"] for choice in said["choices"]] == ["0", "1"]
         for leg in (first, second):
             assert (leg["prompt"], leg["n"], leg["cache_salt"]) == ([[1, 2], [3]], 2, "s")

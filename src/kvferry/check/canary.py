@@ -31,7 +31,7 @@ from kvferry.manifest import Manifest
 from kvferry.manifest.check import check_manifest
 from kvferry.manifest.schema import Identity, Layer, Part, Rank, Region
 from kvferry.plan import Binder, Fills, Plan, Request, make_plans
-from kvferry.session import Card, Ferry, Key, Load, Meeting, Outcome, Reference, Release, Words, key_of
+from kvferry.session import Card, Ferry, Keys, Load, Meeting, Outcome, Reference, Release, Words, key_of
 from kvferry.session.fills import apply_fills
 from kvferry.session.messages import pack
 from kvferry.session.wire import dial, find
@@ -55,18 +55,18 @@ class Carried:
     findings: tuple[Finding, ...]
 
 
-def options_for(key: Key | None) -> NixlOptions:
-    """Without a key UCX stays on this machine, as an engine's does."""
-    return NixlOptions(timeout_s=PATIENCE_S, ucx={} if key else {"UCX_NET_DEVICES": "lo"})
+def options_for(keys: Keys) -> NixlOptions:
+    """Where no file names the keys UCX stays on this machine, as an engine's does."""
+    return NixlOptions(timeout_s=PATIENCE_S, ucx={"UCX_NET_DEVICES": "lo"} if keys.local else {})
 
 
-def read_beacons(engine: Engine, key: Key | None) -> Carried:
+def read_beacons(engine: Engine, keys: Keys) -> Carried:
     """The beacon of every rank of an engine."""
     findings: list[Finding] = []
     paths: dict[str, None] = {}
     compared = ranks = 0
     try:
-        transport = Strategies(NixlTransport("kvferry-check", options_for(key)))
+        transport = Strategies(NixlTransport("kvferry-check", options_for(keys)))
     except TransportError as error:
         return Carried(0, 0, (), (_unable(error, engine.address),))
     try:
@@ -142,18 +142,18 @@ def _failed(error: KVFerryError, where: str) -> Finding:
     return Finding("canary-failed", str(error), "`kvferry doctor --to HOST` measures the path from this machine", where=where)
 
 
-def read_blocks(pair: Pair, reference: Reference, key: Key | None) -> Carried:
+def read_blocks(pair: Pair, reference: Reference, keys: Keys) -> Carried:
     """A leased request of the pair's producer, by stand-ins for the consumer; the lease is given back in any case."""
     where = pair.name
     try:
-        pages = [_pages(card, reference, key) for card in pair.producer.welcome.cards]
+        pages = [_pages(card, reference, keys) for card in pair.producer.welcome.cards]
         ranks = _StandIns(pair.consumer.manifests, reference)
-        plans, paths = _carry(pair, reference, ranks, key)
+        plans, paths = _carry(pair, reference, ranks, keys)
         wrong, compared = _differing(plans, reference, ranks, pages)
     except KVFerryError as error:
         return Carried(0, 0, (), (_failed(error, where),))
     finally:
-        release(reference, key)
+        release(reference, keys)
     findings = []
     if wrong:
         seen = f"{wrong:,} of {compared:,} bytes arrived otherwise than the prefill engine holds them"
@@ -161,12 +161,14 @@ def read_blocks(pair: Pair, reference: Reference, key: Key | None) -> Carried:
     return Carried(len(ranks.manifests), compared, paths, tuple(findings))
 
 
-def release(reference: Reference, key: Key | None) -> None:
+def release(reference: Reference, keys: Keys) -> None:
     """Give the lease back; if nobody hears it, it ends at its deadline."""
     context = zmq.Context()
     try:
-        end = dial(context, find(reference.address, key, PATIENCE_S), key, 1 << 13, {})
-        end.send(pack(Release(reference.incarnation, reference.lease, "kvferry-check", "canary")), zmq.NOBLOCK)
+        number = find(reference.address, keys, PATIENCE_S)
+        for key in keys.all:
+            end = dial(context, number, key, 1 << 13, {})
+            end.send(pack(Release(reference.incarnation, reference.lease, "kvferry-check", "canary")), zmq.NOBLOCK)
     except (zmq.ZMQError, SessionError):
         pass
     finally:
@@ -199,7 +201,7 @@ class _Pages:
         raise SessionError(f"{length} bytes at {offset} of region {region} lie in no page of the reference's blocks")
 
 
-def _pages(card: Card, reference: Reference, key: Key | None) -> _Pages:
+def _pages(card: Card, reference: Reference, keys: Keys) -> _Pages:
     """Read the pages of all blocks of a reference whole, without regard to what is in them."""
     manifest = card.caches
     blocks = sorted({block for table in reference.tables.values() for block in _ids(table) if block >= 0})
@@ -218,7 +220,7 @@ def _pages(card: Card, reference: Reference, key: Key | None) -> _Pages:
     regions = tuple(Region(f"page{i}", len(data), int(data.ctypes.data)) for i, data in enumerate(memory))
     here = as_pages("kvferry-check", regions, [(i, 0, stride) for i, (_, _, stride) in enumerate(planes)], len(blocks))
     (plan,) = make_plans([here], [there])
-    transport = Strategies(NixlTransport("kvferry-check", options_for(key)))
+    transport = Strategies(NixlTransport("kvferry-check", options_for(keys)))
     try:
         transport.register([Storage(int(data.ctypes.data), data.nbytes) for data in memory])
         peer = transport.connect(card.transport)
@@ -283,14 +285,14 @@ def shrunk(manifest: Manifest, blocks: int) -> Manifest:
     return out
 
 
-def _carry(pair: Pair, reference: Reference, into: _StandIns, key: Key | None) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
+def _carry(pair: Pair, reference: Reference, into: _StandIns, keys: Keys) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
     """Load the reference into stand-ins as an engine's ranks would, their lease's words included."""
     plans = make_plans(into.manifests, pair.producer.manifests)
     meeting = Meeting(key_of(reference), pair.producer.welcome.cards, plans)
     paths: dict[str, None] = {}
     for rank, (manifest, memory) in enumerate(zip(into.manifests, into.memories, strict=True)):
         words = Words(4, manifest.identity)
-        transport = Strategies(NixlTransport("kvferry-check", options_for(key)))
+        transport = Strategies(NixlTransport("kvferry-check", options_for(keys)))
         storages = [Storage(int(data.ctypes.data), data.nbytes) for data in memory if data.nbytes]
         transport.register([*storages, words.storage])
 

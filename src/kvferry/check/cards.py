@@ -20,7 +20,7 @@ from kvferry.findings import Finding, Severity
 from kvferry.manifest import Manifest
 from kvferry.manifest.schema import Identity
 from kvferry.plan import Plan
-from kvferry.session import Hello, Key, PeerKey, Welcome, Words
+from kvferry.session import Hello, Keys, PeerKey, Welcome, Words
 from kvferry.session.key import reach
 from kvferry.session.messages import CONSUMER, PRODUCER
 from kvferry.session.wire import RefusedError, SilentError, ask_at, find
@@ -82,10 +82,10 @@ class Pair:
         return f"{self.producer.address} → {self.consumer.address}"
 
 
-def ask_all(addresses: Sequence[str], key: Key | None, timeout_s: float = 5.0) -> Asked:
+def ask_all(addresses: Sequence[str], keys: Keys, timeout_s: float = 5.0) -> Asked:
     """All of them at once; each at most a few seconds."""
     with ThreadPoolExecutor(min(AT_ONCE, max(1, len(addresses)))) as pool:
-        found = list(pool.map(lambda address: _ask(address, key, timeout_s), dict.fromkeys(addresses)))
+        found = list(pool.map(lambda address: _ask(address, keys, timeout_s), dict.fromkeys(addresses)))
     engines: dict[tuple[str, str], Engine] = {}
     findings = []
     for one in found:
@@ -100,14 +100,14 @@ def ask_all(addresses: Sequence[str], key: Key | None, timeout_s: float = 5.0) -
     return Asked(tuple(engines.values()), tuple(findings))
 
 
-def _ask(address: str, key: Key | None, timeout_s: float) -> Engine | Finding:
+def _ask(address: str, keys: Keys, timeout_s: float) -> Engine | Finding:
     hello = Hello("kvferry-check", secrets.token_hex(8))
     try:
-        reach(address, key)
+        reach(address, keys)
     except SessionError as error:
         return Finding("key-needed", str(error).partition(": ")[0], "give --key-file the cluster's key", where=address)
     try:
-        number = find(address, key, timeout_s)
+        number = find(address, keys, timeout_s)
     except SessionError as error:
         cure = (
             "start the engine, look for its options listen and advertise, and open the port; a decode engine answers only "
@@ -115,15 +115,15 @@ def _ask(address: str, key: Key | None, timeout_s: float) -> Engine | Finding:
         )
         return Finding("not-reached", str(error), cure, where=address)
     try:
-        welcome = ask_at(address, number, hello, key, timeout_s)
-        if key is None:
+        welcome = ask_at(address, number, hello, keys, timeout_s)
+        if keys.local:
             for card in welcome.cards:
                 refuse_elsewhere(card.transport)
     except SilentError as error:
         cure = (
-            "give --key-file the key that the engine has; without one if it has none"
-            if key
-            else "give --key-file the engine's key"
+            "give --key-file the engine's key; it has one, or is another user's, in another container, or of an older release"
+            if keys.local
+            else "give --key-file the key that the engine has; without one if it has none"
         )
         return Finding("no-answer", str(error), cure, where=address)
     except RefusedError as error:

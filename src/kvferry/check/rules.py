@@ -14,7 +14,7 @@ from kvferry.engines.vllm.options import Options, option_troubles, read_options
 from kvferry.engines.vllm.refusals import PORT, unserved
 from kvferry.errors import SessionError
 from kvferry.findings import Finding, Severity, errors
-from kvferry.session.key import is_loopback, loopback, read_key, split_address
+from kvferry.session.key import is_loopback, loopback, read_keys, split_address
 
 CONNECTOR: Final = "KVFerryConnector"
 MODULE: Final = "kvferry.engines.vllm"
@@ -151,7 +151,7 @@ def _key(seen: Seen) -> Iterator[Finding]:
     if options is None or not options.key_file or seen.elsewhere:
         return
     try:
-        read_key(options.key_file)
+        read_keys(options.key_file)
     except SessionError as error:
         cure = "make one with: head -c 32 /dev/urandom | base64 > FILE, and copy it to all sides (--elsewhere if it is there)"
         yield Finding("key-file", str(error).partition("; make one")[0], cure)
@@ -226,13 +226,13 @@ def _keys(prefill: Seen, decode: Seen, there: Options, here: Options) -> Iterato
     if bool(there.key_file) != bool(here.key_file):
         has, lacks = ("prefill", "decode") if there.key_file else ("decode", "prefill")
         seen = f"the {has} engine has a key_file, the {lacks} engine none: they will not hear each other"
-        yield Finding("key-on-one-side", seen, "give both the same key, or neither where all is on one machine")
+        yield Finding("key-on-one-side", seen, "give both the same key, or neither where one user runs both on one machine")
     elif there.key_file and not prefill.elsewhere and not decode.elsewhere:
         try:
-            differ = read_key(there.key_file) != read_key(here.key_file)
+            known = read_keys(there.key_file).first in read_keys(here.key_file).all
         except SessionError:
             return
-        if differ:
+        if not known:
             seen = f"the keys in {there.key_file} and {here.key_file} differ: the engines will not hear each other"
             yield Finding("keys-differ", seen, "copy one key file to both sides")
 

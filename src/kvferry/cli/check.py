@@ -22,7 +22,7 @@ from kvferry.check.offline import Moves, Outlook, check_commands
 from kvferry.cli.output import show, show_json
 from kvferry.errors import BadReferenceError, SideError
 from kvferry.findings import Finding, Severity, errors
-from kvferry.session import Key, Reference, from_params, read_key
+from kvferry.session import Keys, Reference, from_params, keys_of
 
 NO: Final = 1
 LATER: Final = 3
@@ -62,7 +62,7 @@ def check_command(
     if engine:
         if model or elsewhere:
             raise SideError("--model and --elsewhere are for command lines: running engines say themselves what they hold")
-        report = _online(engine, read_key(key_file) if key_file else None, canary, through or [], timeout_s)
+        report = _online(engine, keys_of(key_file), canary, through or [], timeout_s)
     else:
         if not prefill or not decode:
             raise SideError("give both --prefill and --decode")
@@ -142,8 +142,8 @@ def _devices(text: str) -> tuple[str, str]:
     return words[0], words[-1]
 
 
-def _online(addresses: Sequence[str], key: Key | None, canary: bool, through: Sequence[str], timeout_s: float) -> Report:
-    asked = ask_all(addresses, key, timeout_s)
+def _online(addresses: Sequence[str], keys: Keys, canary: bool, through: Sequence[str], timeout_s: float) -> Report:
+    asked = ask_all(addresses, keys, timeout_s)
     pairs, findings = check_engines(asked.engines)
     missing = any(one.name in UNREACHED for one in asked.findings)
     findings = [*asked.findings, *([] if missing else findings), *(one for pair in pairs for one in pair.findings)]
@@ -153,18 +153,18 @@ def _online(addresses: Sequence[str], key: Key | None, canary: bool, through: Se
 
         for one in asked.engines:
             if one.is_a("producer"):
-                done = read_beacons(one, key)
+                done = read_beacons(one, keys)
                 findings += done.findings
                 canaries.append(Canary(one.address, "beacons", done.ranks, done.compared, done.paths))
     for url in through:
-        _send(url, pairs, key, findings, canaries)
+        _send(url, pairs, keys, findings, canaries)
     judged = tuple(Judged(p.producer.address, p.consumer.address, not errors(p.findings), p.moves) for p in pairs)
     engines = tuple(f"{one.address} {one.welcome.engine} {one.topology} {one.welcome.role}".strip() for one in asked.engines)
     model = asked.engines[0].manifests[0].identity.model if asked.engines else ""
     return Report(not errors(findings), tuple(findings), judged, model, engines, tuple(canaries))
 
 
-def _send(url: str, pairs: Sequence[Pair], key: Key | None, findings: list[Finding], canaries: list[Canary]) -> None:
+def _send(url: str, pairs: Sequence[Pair], keys: Keys, findings: list[Finding], canaries: list[Canary]) -> None:
     """A prompt through a prefill engine, and its blocks to stand-ins for every decode engine that it fits."""
     from kvferry.check.canary import read_blocks
 
@@ -173,7 +173,7 @@ def _send(url: str, pairs: Sequence[Pair], key: Key | None, findings: list[Findi
         if not pair.plans:
             continue
         try:
-            reference = _prefilled(url, key)
+            reference = _prefilled(url, keys)
         except (OSError, ValueError, KeyError, TypeError, BadReferenceError) as error:
             cure = "give the API address of a prefill engine that runs KVFerry"
             findings.append(Finding("no-reference", f"{url} gives no reference: {error}", cure, where=url))
@@ -185,12 +185,12 @@ def _send(url: str, pairs: Sequence[Pair], key: Key | None, findings: list[Findi
             findings.append(Finding("no-reference", seen, "name its listen address with --engine too", where=url))
             return
         if (reference.engine, reference.incarnation) == (pair.producer.peer.engine, pair.producer.peer.incarnation):
-            done = read_blocks(pair, reference, key)
+            done = read_blocks(pair, reference, keys)
             findings += done.findings
             canaries.append(Canary(pair.name, f"{reference.tokens} tokens", done.ranks, done.compared, done.paths))
 
 
-def _prefilled(url: str, key: Key | None) -> Reference:
+def _prefilled(url: str, keys: Keys) -> Reference:
     model = _http(f"{url}/v1/models")["data"][0]["id"]
     first = secrets.randbelow(100)
     body = {
@@ -202,7 +202,7 @@ def _prefilled(url: str, key: Key | None) -> Reference:
     params = _http(f"{url}/v1/completions", body).get("kv_transfer_params") or {}
     if "kvferry" not in params:
         raise ValueError("its answer carries no reference of KVFerry")
-    return from_params(params["kvferry"], key.secret if key is not None else b"")
+    return from_params(params["kvferry"], keys)
 
 
 def _http(url: str, body: Any = None) -> Any:

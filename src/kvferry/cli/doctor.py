@@ -16,7 +16,7 @@ from kvferry.cli.output import show, show_json, write
 from kvferry.doctor import Machine, Measured, examine, look, measure
 from kvferry.errors import SessionError, SideError
 from kvferry.findings import Finding, errors
-from kvferry.session import Key, read_key
+from kvferry.session import Keys, keys_of
 
 MOST_S: Final = 86_400.0
 
@@ -43,20 +43,20 @@ def doctor_command(
 ) -> None:
     """Look at this machine: exit 0 if nothing is wrong, 1 if something is, 3 if only another machine could not be asked."""
     if serve:
-        _serve(serve, read_key(key_file) if key_file else None, serve_s)
+        _serve(serve, keys_of(key_file), serve_s)
         return
     findings: list[Finding] = []
-    key = _key(key_file, findings)
     machine = look()
     measured = measure(machine) if paths else []
     findings += examine(machine, measured)
-    if listen or to:
+    keys = _keys(key_file, findings) if key_file or listen or to else None
+    if keys is not None and (listen or to):
         from kvferry.doctor.remote import listenable, reached
 
         for address in listen or []:
-            findings += listenable(address, key)
+            findings += listenable(address, keys)
         for address in to or []:
-            found, path = reached(address, key)
+            found, path = reached(address, keys)
             findings += found
             measured += [path] if path is not None else []
     report = Report(not errors(findings), machine, tuple(measured), tuple(findings))
@@ -69,25 +69,23 @@ def doctor_command(
         raise typer.Exit(code)
 
 
-def _key(path: str, findings: list[Finding]) -> Key | None:
+def _keys(path: str, findings: list[Finding]) -> Keys | None:
     """A key that cannot be used is what somebody came here to be told."""
-    if not path:
-        return None
     try:
-        return read_key(path)
+        return keys_of(path)
     except SessionError as error:
         cure = "make one with: head -c 32 /dev/urandom | base64 > FILE, and copy it to all sides"
         findings.append(Finding("key-file", str(error).partition("; make one")[0], cure))
         return None
 
 
-def _serve(address: str, key: Key | None, seconds: float) -> None:
+def _serve(address: str, keys: Keys, seconds: float) -> None:
     from kvferry.doctor.remote import Berth
 
     if not 0 < seconds <= MOST_S:
         raise SideError(f"--serve-s {seconds:g}: give seconds up to {MOST_S:g}")
     host = address.rpartition(":")[0]
-    with Berth(address, key) as berth:
+    with Berth(address, keys) as berth:
         write(f"kvferry doctor --to {host}:{berth.port} measures the path from there; this ends after {seconds:g} s\n")
         berth.serve(seconds)
 

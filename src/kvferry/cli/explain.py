@@ -19,7 +19,7 @@ from kvferry.explain.request import blocks_needed, example_request, sized_manife
 from kvferry.manifest import Manifest
 from kvferry.models import Side, load_model
 from kvferry.plan import Request
-from kvferry.session import Key, read_key
+from kvferry.session import Keys, keys_of
 
 MAX_PLAN_BYTES = 1 << 30
 
@@ -45,7 +45,7 @@ def explain_command(
     if plan is not None:
         shown = document(*_saved(plan))
     elif engine:
-        shown = document(*_running(engine, read_key(key_file) if key_file else None, tokens))
+        shown = document(*_running(engine, keys_of(key_file), tokens))
     elif model and prefill and decode:
         shown = document(*_planned(model, prefill, decode, tokens))
     else:
@@ -61,12 +61,12 @@ def explain_command(
 Transfer = tuple[Title, tuple[Manifest, ...], tuple[Manifest, ...], Request]
 
 
-def _running(addresses: Sequence[str], key: Key | None, tokens: int) -> Transfer:
+def _running(addresses: Sequence[str], keys: Keys, tokens: int) -> Transfer:
     """What the engines themselves say; the request is made up, since nobody is asked for one."""
     _check_tokens(tokens)
     if len(dict.fromkeys(addresses)) != 2:
         raise SideError(f"--engine is given {len(addresses)} times: give the prefill engine's address and the decode engine's")
-    asked = ask_all(addresses, key)
+    asked = ask_all(addresses, keys)
     for found in asked.findings:
         raise SessionError(str(found))
     there, here = asked.engines

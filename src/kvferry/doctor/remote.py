@@ -21,7 +21,7 @@ from kvferry.doctor.probe import PAGE, read_pages
 from kvferry.errors import KVFerryError, SessionError
 from kvferry.findings import Finding, Severity
 from kvferry.manifest.schema import Identity, Rank, Region
-from kvferry.session import Card, Key, Listener, Welcome, Words
+from kvferry.session import Card, Keys, Listener, Welcome, Words
 from kvferry.transport import NixlTransport
 
 BYTES: Final = 32 << 20
@@ -32,11 +32,11 @@ _TICK_S: Final = 0.0005
 class Berth:
     """Holds a pattern in `size` bytes and answers who asks for it, until it is closed."""
 
-    def __init__(self, listen: str, key: Key | None, size: int = BYTES) -> None:
+    def __init__(self, listen: str, keys: Keys, size: int = BYTES) -> None:
         self._serving, self._closing = threading.Lock(), threading.Event()
         self._memory = allocate(size, "dram")
         self._memory.write(pattern(0, size))
-        self._transport = NixlTransport(NAME, options_for(key))
+        self._transport = NixlTransport(NAME, options_for(keys))
         words = Words(1, Identity(NAME, "0", "words", Rank()))
         self._words = words
         storage = self._memory.storage
@@ -44,7 +44,7 @@ class Berth:
         pages = as_pages(NAME, [Region("pages", size, storage.address)], [(0, 0, PAGE)], size // PAGE)
         card = Card(pages, words.manifest, self._transport.metadata(), words.beacon)
         try:
-            self._listener = Listener(listen, key)
+            self._listener = Listener(listen, keys)
         except KVFerryError:
             self._transport.close()
             raise
@@ -73,10 +73,10 @@ class Berth:
         self.close()
 
 
-def listenable(address: str, key: Key | None) -> list[Finding]:
+def listenable(address: str, keys: Keys) -> list[Finding]:
     """Whether an engine of this machine could listen there."""
     try:
-        Listener(address, key).close()
+        Listener(address, keys).close()
     except SessionError as error:
         text = str(error)
         for words, name, cure in _UNHEARD:
@@ -92,15 +92,15 @@ _UNHEARD: Final = (
 )
 
 
-def reached(address: str, key: Key | None, timeout_s: float = 5.0) -> tuple[list[Finding], Measured | None]:
+def reached(address: str, keys: Keys, timeout_s: float = 5.0) -> tuple[list[Finding], Measured | None]:
     """An engine, or a doctor that serves, at an address: asked, and read from. Only a doctor's memory is read at length: it
     holds what can be compared, and nobody waits for it."""
-    asked = ask_all([address], key, timeout_s)
+    asked = ask_all([address], keys, timeout_s)
     if not asked.engines:
         return list(asked.findings), None
     (engine,) = asked.engines
     if engine.welcome.engine != NAME:
-        done = read_beacons(engine, key)
+        done = read_beacons(engine, keys)
         found = ", ".join(done.paths)
         meaning = f"a word of each of {done.ranks} ranks of the engine there"
         return list(done.findings), Measured(address, meaning, found, done.compared, right=not done.findings)
@@ -112,7 +112,7 @@ def reached(address: str, key: Key | None, timeout_s: float = 5.0) -> tuple[list
     memory = allocate(size, "dram")
     memory.clear()
     try:
-        transport = NixlTransport(f"{NAME}-reader", options_for(key))
+        transport = NixlTransport(f"{NAME}-reader", options_for(keys))
         try:
             answer: Answer = read_pages(transport, card.transport, region.address, memory, size, "dram")
         finally:

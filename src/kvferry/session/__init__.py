@@ -4,7 +4,7 @@ from kvferry.session.consumer import Answer, Consumer, PeerKey, key_of
 from kvferry.session.courier import Courier
 from kvferry.session.crossing import Load, Outcome
 from kvferry.session.ferry import Ferry
-from kvferry.session.key import Key, read_key
+from kvferry.session.key import Key, Keys, keys_of, own_keys, read_keys
 from kvferry.session.listener import Listener
 from kvferry.session.meeting import Meeting, meet
 from kvferry.session.messages import Card, Found, Hello, Refusal, Release, Renew, Seek, Welcome
@@ -25,6 +25,7 @@ __all__ = [
     "FullError",
     "Hello",
     "Key",
+    "Keys",
     "Lease",
     "Listener",
     "Load",
@@ -42,8 +43,10 @@ __all__ = [
     "digest",
     "from_params",
     "key_of",
+    "keys_of",
     "meet",
-    "read_key",
+    "own_keys",
+    "read_keys",
     "seek",
     "to_params",
 ]

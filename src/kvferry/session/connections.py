@@ -92,8 +92,13 @@ class Connections:
         """It may have ended already, and its number be another's: only what is connected to our port is ours."""
         self._ended(descriptor)
         try:
-            end = socket.socket(fileno=os.dup(descriptor))
+            copy = os.dup(descriptor)
         except OSError:
+            return
+        try:
+            end = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
             return
         try:
             ours = end.family in (socket.AF_INET, socket.AF_INET6) and end.getsockname()[1] == self._port

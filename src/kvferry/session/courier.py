@@ -16,7 +16,7 @@ import zmq
 
 from kvferry.errors import KVFerryError, SessionError, printable
 from kvferry.session.consumer import Answer, Consumer, Greeting, PeerKey, Word, key_of
-from kvferry.session.key import Key, is_number, reach
+from kvferry.session.key import Key, Keys, is_number, reach
 from kvferry.session.messages import Hello, Welcome, pack
 from kvferry.session.reference import Reference
 from kvferry.session.wire import Number, ask_at, dial, find
@@ -37,6 +37,8 @@ _NUMBERS: Final = 1024
 _CLOSE_S: Final = 5.0
 _UNREAD: Final = {zmq.RCVHWM: 1}
 """Nobody has anything to say in reply to words on leases."""
+_TURNING: Final = {**_UNREAD, zmq.RECONNECT_IVL_MAX: 500}
+"""While there are two keys: the one that is refused now is answered as soon as a producer has turned to it."""
 _UNREAD_BYTES: Final = 1 << 13
 
 
@@ -44,13 +46,13 @@ class Courier(Generic[T]):
     """`meet` makes of a welcome what the engine wants to know of the producer; it runs beside the engine, several at once."""
 
     def __init__(
-        self, hello: Hello, key: Key | None, timeout_s: float, meet: Callable[[PeerKey, Welcome], T], asking: int = 32
+        self, hello: Hello, keys: Keys, timeout_s: float, meet: Callable[[PeerKey, Welcome], T], asking: int = 32
     ) -> None:
-        self._hello, self._key, self._timeout_s, self._meet = hello, key, timeout_s, meet
+        self._hello, self._keys, self._timeout_s, self._meet = hello, keys, timeout_s, meet
         self._consumer: Consumer[T] = Consumer(hello, asking=asking)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._context = zmq.Context()
-        self._ends: dict[Number, zmq.Socket[bytes]] = {}
+        self._ends: dict[tuple[Number, Key], zmq.Socket[bytes]] = {}
         self._numbers: dict[str, Number] = {}
         self._forgotten: deque[PeerKey] = deque(maxlen=_UNTAKEN)
         self._asking: set[threading.Thread] = set()
@@ -162,6 +164,9 @@ class Courier(Generic[T]):
 
     def _send(self) -> None:
         now = time.monotonic()
+        self._keys.look()
+        for number, key in [known for known in self._ends if known[1] not in self._keys.all]:
+            self._ends.pop((number, key)).close()
         self._consumer.part(now)
         self._consumer.renew(now)
         self._forgotten.extend(self._consumer.take_forgotten())
@@ -184,18 +189,31 @@ class Courier(Generic[T]):
 
     def _say(self, word: Word) -> None:
         try:
-            number = self._number(word.address)
-            end = self._ends.pop(number, None)
-            while len(self._ends) >= _ENDS:
-                self._ends.pop(next(iter(self._ends))).close()
-            end = self._ends[number] = end or dial(self._context, number, self._key, _UNREAD_BYTES, _UNREAD)
-            end.send(pack(word.message), zmq.NOBLOCK)
+            number, message = self._number(word.address), pack(word.message)
+            told = [self._tell(number, key, message) for key in self._keys.all]
+            if not any(told):
+                raise SessionError("no connection takes more")
         except (zmq.ZMQError, KVFerryError, UnicodeError) as error:
             logger.warning("%r cannot be told of a lease: %s; it ends at its deadline", word.address, error)
 
+    def _tell(self, number: Number, key: Key, message: bytes) -> bool:
+        """By every key: which one is answered there may change at any time. An end that takes no more is made anew for the
+        next word: its handshake was refused, or nobody hears it."""
+        end = self._ends.pop((number, key), None)
+        while len(self._ends) >= _ENDS * len(self._keys.all):
+            self._ends.pop(next(iter(self._ends))).close()
+        end = end or dial(self._context, number, key, _UNREAD_BYTES, _TURNING if len(self._keys.all) > 1 else _UNREAD)
+        try:
+            end.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            end.close()
+            return False
+        self._ends[number, key] = end
+        return True
+
     def _number(self, address: str) -> Number:
         """Where words go; a name leads where its last greeting found it."""
-        host, port = reach(address, self._key)
+        host, port = reach(address, self._keys)
         if is_number(host):
             return host, port
         found = self._numbers.get(address)
@@ -237,9 +255,9 @@ class Courier(Generic[T]):
 
     def _ask(self, address: str, hello: Hello) -> Welcome:
         """Words go where this finds the address."""
-        number = find(address, self._key, self._timeout_s, self._stop)
+        number = find(address, self._keys, self._timeout_s, self._stop)
         self._put(lambda: self._note(address, number))
-        return ask_at(address, number, hello, self._key, self._timeout_s, self._stop)
+        return ask_at(address, number, hello, self._keys, self._timeout_s, self._stop)
 
     def _note(self, address: str, number: Number) -> None:
         self._numbers.pop(address, None)
@@ -248,8 +266,8 @@ class Courier(Generic[T]):
         self._numbers[address] = number
 
     def _made_of(self, peer: PeerKey, welcome: Welcome) -> T:
-        """Without a key nobody vouches for what a card would have the transport connect to."""
-        if self._key is None:
+        """This user's own key vouches for this machine only: a port here may be the end of a tunnel."""
+        if self._keys.local:
             for card in welcome.cards:
                 refuse_elsewhere(card.transport)
         return self._meet(peer, welcome)

@@ -8,18 +8,22 @@ proportion to its work, so that no flood takes more than a fraction of a core fr
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import DecodeError, SessionError
 from kvferry.session.connections import Connections
-from kvferry.session.key import Key, reach
+from kvferry.session.key import Key, Keys, reach
 from kvferry.session.messages import (
+    ENCRYPTED,
     MAX_REQUEST,
     SESSION_VERSION,
     Found,
@@ -50,36 +54,34 @@ _CONNECTIONS: Final = 1024
 _UNSAID: Final = 4 << 20
 _BUFFER: Final = 1 << 18
 _CLOSE_S: Final = 5.0
+_BOUND: Final = "inproc://bound"
 
 
 class Listener:
     """`stands` says whether a lease still stands; it is asked on the listener's thread. Nothing that arrives can end it; what
     cannot be read is answered with a refusal and counted, and what is not one frame is only counted."""
 
-    def __init__(
-        self, listen: str, key: Key | None = None, stands: Callable[[str, Lease], bool] = lambda incarnation, lease: True
-    ) -> None:
-        host, port = reach(listen, key)
+    def __init__(self, listen: str, keys: Keys, stands: Callable[[str, Lease], bool] = lambda incarnation, lease: True) -> None:
+        host, port = reach(listen, keys)
         self._stands = stands
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST + ENCRYPTED)
         self._socket.setsockopt(zmq.SNDHWM, _UNSENT)
         self._socket.setsockopt(zmq.RCVHWM, _UNHEARD)
         self._socket.setsockopt(zmq.RCVBUF, _BUFFER)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
-        if key is not None:
-            self._socket.curve_server = True
-            self._socket.curve_secretkey = key.secret
-            self._socket.curve_publickey = key.public
+        self._keys, self._key = keys, keys.first
+        _secure(self._socket, self._key)
         shown = f"[{host}]" if ":" in host else host
         try:
-            self._socket.bind(f"tcp://{shown}:{port if port else '*'}")
+            self._door = _bound(self._context, self._socket, f"tcp://{shown}:{port if port else '*'}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise SessionError(f"cannot listen on {listen}: {error}; choose another with the option listen") from None
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(self._endpoint.rpartition(":")[2])
         self._connections = Connections(self._socket, self.port, _CONNECTIONS, _UNSAID)
         self._poller = zmq.Poller()
         for end in (self._socket, self._connections.events):
@@ -113,6 +115,7 @@ class Listener:
             logger.error("the listener does not end within %g s; it is left to the end of the process", _CLOSE_S)
             return
         self._connections.close()
+        self._door.close()
         self._context.destroy(linger=_LINGER_MS)
 
     def _run(self) -> None:
@@ -131,11 +134,26 @@ class Listener:
                 self._hear()
             if self._connections.events in ready or time.monotonic() >= self._watch_at:
                 self._watch()
+            self._keys.look()
+            if self._keys.first != self._key:
+                self._answer_to(self._keys.first)
             if ready:
                 self._stop.wait(min(_REST * (time.thread_time() - worked), _LONGEST_REST_S))
         except Exception:
             logger.exception("the listener stumbled; it goes on")
             self._stop.wait(_TICK_MS / 1000)
+
+    def _answer_to(self, key: Key) -> None:
+        """Connections end, and their peers make new ones, by the other key if they have two. The port stays open: who connects
+        meanwhile waits in its queue."""
+        self._watch()
+        self._socket.unbind(self._endpoint)
+        self._connections.close()
+        _secure(self._socket, key)
+        self._socket.setsockopt(zmq.USE_FD, os.dup(self._door.fileno()))
+        self._socket.bind(self._endpoint)
+        self._key = key
+        logger.warning("port %d answers to the key that comes first now", self.port)
 
     def _watch(self) -> None:
         before = self._connections.cut
@@ -198,6 +216,23 @@ class Listener:
                     self._released[message.lease] = message
             elif sum(map(len, self._renewed.values())) < _UNTAKEN:
                 self._renewed.setdefault(message.incarnation, {}).update(dict.fromkeys(standing))
+
+
+def _secure(end: zmq.Socket[bytes], key: Key) -> None:
+    """For what it is bound to from now on."""
+    end.curve_server = True
+    end.curve_secretkey, end.curve_publickey = key.secret, key.public
+
+
+def _bound(context: zmq.Context[Any], end: zmq.Socket[bytes], endpoint: str) -> socket.socket:
+    """Bind; a descriptor of our own for what listens now, which keeps the port open."""
+    with context.socket(zmq.PAIR) as events:
+        end.monitor(_BOUND, zmq.EVENT_LISTENING)
+        events.connect(_BOUND)
+        end.bind(endpoint)
+        found = recv_monitor_message(events)["value"]
+        end.monitor(None, 0)
+    return socket.socket(fileno=os.dup(found))
 
 
 def _rarely(count: int, level: int) -> int:

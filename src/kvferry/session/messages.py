@@ -26,6 +26,8 @@ SESSION_VERSION: Final = 1
 MAX_REQUEST: Final = 1 << 14
 MAX_WELCOME: Final = 1 << 28
 MAX_LEASES: Final = 1 << 8
+ENCRYPTED: Final = 64
+"""Bytes by which a frame may grow when it is encrypted, and more: ZeroMQ's limit is on what it takes in."""
 
 
 class Card(Struct, frozen=True):

@@ -10,8 +10,8 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from kvferry.errors import BadReferenceError, SessionError
 from kvferry.manifest.schema import Count, Index, Name
-from kvferry.session.key import is_loopback, split_address
+from kvferry.session.key import Key, Keys, is_loopback, split_address
 
 REFERENCE_VERSION: Final = 1
 SEAL: Final = "seal"
@@ -31,9 +31,19 @@ Generation = Annotated[int, Meta(ge=1, le=MAX_GENERATION)]
 BlockId = Annotated[int, Meta(ge=-1, le=(1 << 40))]
 Blocks = Annotated[list[BlockId], Meta(max_length=MAX_TOKENS)] | BlockId
 GroupId = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})\Z")]
+Tables = Annotated[dict[GroupId, Blocks], Meta(max_length=MAX_GROUPS)]
 HostPort = Annotated[str, Meta(pattern=r"^\[?[0-9A-Za-z_.:%-]+\]?:[0-9]{1,5}\Z", max_length=256)]
 
+FINEST: Final = 8
+"""Tokens of the smallest blocks that another engine is taken to have, unless this one has smaller ones. vLLM's attention
+backends have blocks of 16 and more."""
+
 _SHOWN: Final = 300
+_FIELDS: Final = 64
+"""Newer producers may have some more than there are now."""
+_HEADING: Final = 1 << 14
+_NUMBER: Final = 16
+"""Bytes of a block's number, or of a group's, with what is around it."""
 _TWO: Final = struct.Struct("<qq")
 _HELD: Final = 2047
 """Bytes that Python hashes without letting go of its lock. Who lets go of it while others wait for it, as the engine's thread
@@ -59,13 +69,60 @@ class Reference(Struct, frozen=True):
     request: Name
     lease: Lease
     tokens: Count
-    blocks: Annotated[dict[GroupId, Blocks], Meta(max_length=MAX_GROUPS)]
+    blocks: Tables
     digest: Name
     version: int = REFERENCE_VERSION
 
     @property
     def tables(self) -> dict[int, list[int] | int]:
         return {int(group): blocks for group, blocks in self.blocks.items()}
+
+
+class _Heading(Struct, frozen=True):
+    """A reference without its tables: a few hundred bytes, whatever the size of the rest."""
+
+    address: HostPort
+    engine: Name
+    incarnation: Name
+    request: Name
+    lease: Lease
+    tokens: Count
+    digest: Name
+    version: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many groups a reference may have, and how many blocks each."""
+
+    groups: int
+    blocks: int
+
+    @classmethod
+    def of(cls, longest: int, groups: int, blocks: Sequence[int]) -> Sizes:
+        """For prompts of up to `longest` tokens, at an engine with so many groups, those of which grow with the prompt having
+        `blocks` of so many tokens. Other engines have smaller blocks, down to FINEST, and further groups, for drafters."""
+        return cls(min(MAX_GROUPS, 2 * groups + 2), -(-longest // max(1, min([FINEST, *blocks]))) + 1)
+
+    @property
+    def text(self) -> int:
+        """Bytes of the JSON of the longest reference."""
+        return _HEADING + self.groups * (self.blocks + 1) * _NUMBER
+
+    def check(self, tables: Mapping[Any, Any]) -> None:
+        """Lengths alone are looked at."""
+        longest = 0
+        if len(tables) <= self.groups:
+            longest = max((len(table) for table in tables.values() if isinstance(table, (list, tuple, dict, str))), default=0)
+        if len(tables) > self.groups or longest > self.blocks:
+            seen = f"up to {longest:,} blocks" if longest else "blocks"
+            raise BadReferenceError(
+                f"the reference is damaged: it has {len(tables):,} groups with {seen}; the longest prompt that this engine "
+                f"takes has {self.groups} groups with {self.blocks:,} blocks at most"
+            )
+
+
+ANY: Final = Sizes(MAX_GROUPS, MAX_TOKENS)
 
 
 def digest(
@@ -110,25 +167,29 @@ def _heading(count: int) -> bytes:
     return b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big")
 
 
-def to_params(reference: Reference, secret: bytes = b"") -> dict[str, Any]:
+def to_params(reference: Reference, key: Key) -> dict[str, Any]:
     """As JSON-like values under a seal; the generation as text, since not every router keeps 63 bits of a number."""
     out: dict[str, Any] = msgspec.to_builtins(reference)
     out["lease"]["generation"] = str(reference.lease.generation)
-    out[SEAL] = seal(reference, secret)
+    out[SEAL] = seal(reference, key)
     return out
 
 
-def seal(reference: Reference, secret: bytes = b"") -> str:
-    """Of everything the reference says. It finds damage that would pass for sound, such as the number of another block; with
-    the cluster's secret, forgery too."""
+def seal(reference: Reference, key: Key) -> str:
+    """Of everything the reference says, with the cluster's secret. It finds forgery, and damage that would pass for sound, such
+    as the number of another block."""
+    return _sealed(msgspec.json.encode(reference, order="sorted"), key.secret)
+
+
+def _sealed(said: bytes, secret: bytes) -> str:
     state = _keyed(secret).copy()
-    _feed(state.update, msgspec.json.encode(reference, order="sorted"))
+    _feed(state.update, said)
     return state.hexdigest()[:32]
 
 
 @lru_cache(maxsize=16)
 def _keyed(secret: bytes) -> hmac.HMAC:
-    """To be copied; a process has one secret, or none."""
+    """To be copied; a process has one secret, or two."""
     return hmac.new(b"kvferry reference " + secret, digestmod="sha256")
 
 
@@ -137,63 +198,77 @@ def _feed(update: Callable[[bytes | memoryview], None], data: bytes | memoryview
         update(data[at : at + _HELD])
 
 
-def from_params(params: object, secret: bytes = b"", most: int = MAX_TOKENS) -> Reference:
-    """Read what a router relayed; raises BadReferenceError saying which field is wrong. Without a secret anybody may have made
-    it, and it is believed of this machine only. With more than `most` blocks in a group, as many as a prompt may have tokens,
-    it is not read at all: the engine waits for us."""
+def from_params(params: object, keys: Keys, sizes: Sizes = ANY) -> Reference:
+    """Read what a router relayed; raises BadReferenceError saying which field is wrong. The engine waits for this: what is
+    larger than `sizes`, or under no seal of ours, is refused before its tables are looked at."""
     if not isinstance(params, Mapping):
         raise BadReferenceError("the reference is not an object; routers must relay kv_transfer_params as they are")
     version = params.get("version")
     if version != REFERENCE_VERSION:
         said = str(version) if isinstance(version, int) and 0 <= version < 1 << 32 else "none that there is"
         raise BadReferenceError(f"the reference's version is {said}; this side reads version {REFERENCE_VERSION}")
-    _check_length(params.get("blocks"), most)
-    lease = params.get("lease")
-    if isinstance(lease, Mapping) and isinstance(lease.get("generation"), str) and lease["generation"].isdecimal():
-        if len(lease["generation"]) > 19:
-            raise BadReferenceError("the reference's generation is longer than 63 bits")
-        params = {**params, "lease": {**lease, "generation": int(lease["generation"])}}
+    blocks = params.get("blocks")
+    if len(params) > _FIELDS:
+        raise BadReferenceError(f"the reference is damaged: it has {len(params):,} fields")
+    if not isinstance(blocks, dict):
+        raise BadReferenceError("the reference is damaged: its blocks are missing, or no object")
+    sizes.check(blocks)
+    heading = _heading_of(params)
+    _check_seal({**msgspec.structs.asdict(heading), "blocks": blocks}, params.get(SEAL), keys, sizes.text)
+    _check_address(heading.address, keys)
     try:
-        found = msgspec.convert(params, Reference)
+        tables = msgspec.convert(blocks, Tables)
+    except (msgspec.ValidationError, ValueError, RecursionError, OverflowError) as error:
+        raise BadReferenceError(f"the reference is damaged: blocks: {str(error)[:_SHOWN]}") from None
+    return Reference(**msgspec.structs.asdict(heading), blocks=tables)
+
+
+def _heading_of(params: Mapping[str, Any]) -> _Heading:
+    lease = params.get("lease")
+    generation = lease.get("generation") if isinstance(lease, Mapping) else None
+    if isinstance(lease, Mapping) and isinstance(generation, str):
+        if len(generation) > 19:
+            raise BadReferenceError("the reference's generation is longer than 63 bits")
+        if generation.isdecimal() and len(lease) == len(Lease.__struct_fields__):
+            params = {**params, "lease": {**lease, "generation": int(generation)}}
+    try:
+        found = msgspec.convert(params, _Heading)
         for text in (found.engine, found.incarnation, found.request, found.digest):
             text.encode()
     except (msgspec.ValidationError, ValueError, RecursionError, OverflowError) as error:
         raise BadReferenceError(f"the reference is damaged: {str(error)[:_SHOWN]}") from None
-    if not _sealed(params.get(SEAL), seal(found, secret)):
-        raise BadReferenceError(
-            "the reference is not as it was given out, or under another key; routers must relay kv_transfer_params as they are"
-        )
-    _check_address(found.address, secret)
     return found
 
 
-def _check_length(blocks: object, most: int) -> None:
-    if not isinstance(blocks, Mapping):
-        return
-    longest = 0
-    for table in islice(blocks.values(), MAX_GROUPS):
-        if isinstance(table, list) and len(table) > longest:
-            longest = len(table)
-    if len(blocks) > MAX_GROUPS or longest > most:
+def _check_seal(said: Mapping[str, Any], seal: object, keys: Keys, most: int) -> None:
+    """Of what was said as it was said, which for a reference in order is what its producer sealed. Tables of numbers are no
+    longer than `most`."""
+    try:
+        text = msgspec.json.encode(said, order="sorted")
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError):
+        text = b""
+    sealed = [_sealed(text, key.secret) for key in keys.all] if 0 < len(text) <= most and isinstance(seal, str) else []
+    if not isinstance(seal, str) or not _is_one_of(seal, sealed):
         raise BadReferenceError(
-            f"the reference is damaged: it has {len(blocks)} groups with up to {longest} blocks; "
-            f"a prompt of {most} tokens has {MAX_GROUPS} groups with {most} blocks at most"
+            "the reference is not as it was given out, or under another key; routers must relay kv_transfer_params as they "
+            "are, and both sides need the same key_file"
         )
 
 
-def _sealed(said: object, wanted: str) -> bool:
+def _is_one_of(said: str, wanted: Sequence[str]) -> bool:
     """In a time that does not tell how much of a guess was right."""
-    return isinstance(said, str) and hmac.compare_digest(said.encode("utf-8", "surrogatepass"), wanted.encode())
+    guess = said.encode("utf-8", "surrogatepass")
+    return any(hmac.compare_digest(guess, one.encode()) for one in wanted)
 
 
-def _check_address(address: str, secret: bytes) -> None:
+def _check_address(address: str, keys: Keys) -> None:
     try:
         host, port = split_address(address)
     except SessionError as error:
         raise BadReferenceError(f"the reference is damaged: {error}") from None
     if not port:
         raise BadReferenceError(f"the reference is damaged: nobody can listen at {address}")
-    if not secret and not is_loopback(host):
+    if keys.local and not is_loopback(host):
         raise BadReferenceError(
             f"the reference names {host}, and without a key none is believed that leads beyond this machine: "
             f"set key_file to the same file on both sides"

@@ -7,15 +7,26 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import zmq
 
 from kvferry.errors import SessionError, plain
-from kvferry.session.key import Key, reach
-from kvferry.session.messages import MAX_WELCOME, SESSION_VERSION, Found, Hello, Refusal, Seek, Welcome, pack, unpack_reply
+from kvferry.session.key import Key, Keys, reach
+from kvferry.session.messages import (
+    ENCRYPTED,
+    MAX_WELCOME,
+    SESSION_VERSION,
+    Found,
+    Hello,
+    Refusal,
+    Seek,
+    Welcome,
+    pack,
+    unpack_reply,
+)
 from kvferry.session.reference import Reference
 
 Number = tuple[str, int]
@@ -31,6 +42,14 @@ _AGAIN_S: Final = 1.0
 only the last frame can lose it."""
 _REACH_S: Final = 4.0
 """For a listener to be reached and to say its first byte, which ZeroMQ does at once, however busy the engine is."""
+_ANOTHER_KEY: Final = "has it another key, or none (key_file)?"
+_ANOTHER_USER: Final = (
+    "engines without key_file hear only those of the same user, container and release: name one file in key_file on both sides"
+)
+_LEFT: Final = "the port is open, and connections end at once: it is another's"
+"""A listener does this too, for a moment, when it goes over to another key."""
+_PROBES: Final = 5
+_PAUSE_S: Final = 0.05
 _SIGNATURE: Final = b"\xff"
 _TRIED: Final = 4
 
@@ -43,14 +62,14 @@ class RefusedError(SessionError):
     """It answers, and refuses; an engine does while it is starting."""
 
 
-def ask(address: str, hello: Hello, key: Key | None, timeout_s: float, stop: threading.Event | None = None) -> Welcome:
+def ask(address: str, hello: Hello, keys: Keys, timeout_s: float, stop: threading.Event | None = None) -> Welcome:
     """A producer's welcome; raises SessionError with the reason if there is none, or once `stop` is set."""
-    return ask_at(address, find(address, key, timeout_s, stop), hello, key, timeout_s, stop)
+    return ask_at(address, find(address, keys, timeout_s, stop), hello, keys, timeout_s, stop)
 
 
-def find(address: str, key: Key | None, timeout_s: float, stop: threading.Event | None = None) -> Number:
+def find(address: str, keys: Keys, timeout_s: float, stop: threading.Event | None = None) -> Number:
     """Where a session is spoken at `address`. A name is looked up here: ZeroMQ would keep everybody waiting for it."""
-    host, port = reach(address, key)
+    host, port = reach(address, keys)
     deadline = time.monotonic() + min(timeout_s, _REACH_S)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -58,8 +77,12 @@ def find(address: str, key: Key | None, timeout_s: float, stop: threading.Event 
         raise SessionError(f"nobody listens at {address}: {error}") from None
     reason = "no address"
     for family, kind, protocol, _, place in found[:_TRIED]:
-        with socket.socket(family, kind, protocol) as probe:
-            reason = _probe(probe, place, deadline, stop)
+        for _ in range(_PROBES):
+            with socket.socket(family, kind, protocol) as probe:
+                reason = _probe(probe, place, deadline, stop)
+            if reason != _LEFT:
+                break
+            time.sleep(_PAUSE_S)
         if not reason:
             scope = f"%{place[3]}" if len(place) == 4 and place[3] else ""
             return f"{place[0]}{scope}", port
@@ -86,8 +109,12 @@ def _probe(probe: socket.socket, place: Any, deadline: float, stop: threading.Ev
         return "the port is open and says nothing: the producer is stopped, or it is another's port"
     try:
         heard = probe.recv(1)
+    except ConnectionResetError:
+        return _LEFT
     except OSError as error:
         return str(error)
+    if not heard:
+        return _LEFT
     return "" if heard == _SIGNATURE else "the port is open and speaks no session: it is another's"
 
 
@@ -101,35 +128,34 @@ def _wait(probe: socket.socket, what: int, deadline: float, stop: threading.Even
 
 
 def ask_at(
-    address: str, number: Number, hello: Hello, key: Key | None, timeout_s: float, stop: threading.Event | None = None
+    address: str, number: Number, hello: Hello, keys: Keys, timeout_s: float, stop: threading.Event | None = None
 ) -> Welcome:
-    reply = _exchange(address, number, hello, key, timeout_s, stop)
+    reply = _exchange(address, number, hello, keys, timeout_s, stop)
     if not isinstance(reply, Welcome) or reply.version != SESSION_VERSION:
         spoken = f"sessions of version {reply.version}" if isinstance(reply, Welcome) else "out of turn"
         raise SessionError(f"{address} speaks {spoken}, this side {SESSION_VERSION}")
     return reply
 
 
-def seek(
-    address: str, message: Seek, key: Key | None, timeout_s: float, stop: threading.Event | None = None
-) -> Reference | None:
+def seek(address: str, message: Seek, keys: Keys, timeout_s: float, stop: threading.Event | None = None) -> Reference | None:
     """The reference that a producer finds; raises SessionError as `ask` does."""
-    reply = _exchange(address, find(address, key, timeout_s, stop), message, key, timeout_s, stop)
+    reply = _exchange(address, find(address, keys, timeout_s, stop), message, keys, timeout_s, stop)
     return reply.reference if isinstance(reply, Found) else None
 
 
 def _exchange(
-    address: str, number: Number, message: Hello | Seek, key: Key | None, timeout_s: float, stop: threading.Event | None
+    address: str, number: Number, message: Hello | Seek, keys: Keys, timeout_s: float, stop: threading.Event | None
 ) -> Welcome | Found:
     """Of a reply only the last frame is kept, so that a long one costs no more than it may. A socket whose handshake was
-    refused has nobody to send to, and would wait for one."""
-    hint = "has it another key, or none?" if key else "does it want a key (key_file)?"
+    refused has nobody to send to, and would wait for one. Every key is tried at once: a wrong one is never answered."""
+    hint = _ANOTHER_USER if keys.local else _ANOTHER_KEY
     context = zmq.Context()
     try:
-        end = dial(context, number, key, MAX_WELCOME, {zmq.CONFLATE: 1})
+        ends = [dial(context, number, key, MAX_WELCOME, {zmq.CONFLATE: 1}) for key in keys.all]
         question, deadline, again_at = pack(message), time.monotonic() + timeout_s, time.monotonic() + _AGAIN_S
-        end.send(question, zmq.NOBLOCK)
-        while not end.poll(_TICK_MS):
+        if not _put(ends, question):
+            raise SilentError(f"{address} refuses the connection; {hint}")
+        while not (heard := _heard(ends)):
             if stop is not None and stop.is_set():
                 raise SessionError(f"{address} has not answered, and this engine is closing")
             now = time.monotonic()
@@ -137,11 +163,8 @@ def _exchange(
                 raise SilentError(f"{address} does not answer within {timeout_s:g} s; {hint}")
             if now >= again_at:
                 again_at = now + _AGAIN_S
-                with suppress(zmq.Again):
-                    end.send(question, zmq.NOBLOCK)
-        reply = unpack_reply(end.recv())
-    except zmq.Again:
-        raise SilentError(f"{address} refuses the connection; {hint}") from None
+                _put(ends, question)
+        reply = unpack_reply(heard[0].recv())
     except zmq.ZMQError as error:
         raise SessionError(f"{address}: {error}") from None
     finally:
@@ -151,8 +174,31 @@ def _exchange(
     return reply
 
 
+def _put(ends: Sequence[zmq.Socket[bytes]], question: bytes) -> bool:
+    """Whether any of them took it."""
+    taken = 0
+    for end in ends:
+        with suppress(zmq.Again):
+            end.send(question, zmq.NOBLOCK)
+            taken += 1
+    return taken > 0
+
+
+def _heard(ends: Sequence[zmq.Socket[bytes]]) -> list[zmq.Socket[bytes]]:
+    """Those that have something, once any has, or none has for a tick."""
+    poller = zmq.Poller()
+    for end in ends:
+        poller.register(end, zmq.POLLIN)
+    return [end for end, _ in poller.poll(_TICK_MS)]
+
+
+def _secure(end: zmq.Socket[bytes], key: Key) -> None:
+    public, secret = zmq.curve_keypair()
+    end.curve_serverkey, end.curve_publickey, end.curve_secretkey = key.public, public, secret
+
+
 def dial(
-    context: zmq.Context[Any], number: Number, key: Key | None, most: int, options: Mapping[zmq.SocketOption, int]
+    context: zmq.Context[Any], number: Number, key: Key, most: int, options: Mapping[zmq.SocketOption, int]
 ) -> zmq.Socket[bytes]:
     """`most` is the longest frame that is taken in."""
     host, port = number
@@ -162,13 +208,11 @@ def dial(
         zmq.IPV6: int(":" in host),
         zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
         zmq.RECONNECT_IVL_MAX: _RECONNECT_MS,
-        zmq.MAXMSGSIZE: most,
+        zmq.MAXMSGSIZE: most + ENCRYPTED,
     }
     for option, value in {**fixed, **options}.items():
         end.setsockopt(option, value)
-    if key is not None:
-        public, secret = zmq.curve_keypair()
-        end.curve_serverkey, end.curve_publickey, end.curve_secretkey = key.public, public, secret
+    _secure(end, key)
     try:
         end.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
     except zmq.ZMQError:

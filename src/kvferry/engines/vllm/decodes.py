@@ -20,7 +20,8 @@ from typing import Any
 from kvferry.engines.vllm.prompts import can_be_handed_over, is_handed_on, is_told_by_tokens
 from kvferry.engines.vllm.seeking import Seeking
 from kvferry.errors import BadReferenceError, KVFerryError
-from kvferry.session import Courier, Meeting, Reference, from_params
+from kvferry.session import Courier, Keys, Meeting, Reference, from_params
+from kvferry.session.reference import Sizes
 
 
 class Stage(Enum):
@@ -62,19 +63,19 @@ class Decode:
 
 
 class References:
-    """Finds out what requests are loaded by. A prompt may go by any of its `digests`; no reference covers more than `longest`
-    tokens. Without a courier nothing is loaded."""
+    """Finds out what requests are loaded by. A prompt may go by any of its `digests`; no reference is larger than
+    `sizes`. Without a courier nothing is loaded."""
 
     def __init__(
         self,
         courier: Courier[Meeting] | None,
         seeking: Seeking | None,
-        secret: bytes,
-        longest: int,
+        keys: Keys,
+        sizes: Sizes,
         digests: Callable[[Any, int], Iterator[str]],
     ) -> None:
         self._courier, self._seeking = courier, seeking
-        self._secret, self._longest, self._digests = secret, longest, digests
+        self._keys, self._sizes, self._digests = keys, sizes, digests
 
     def arrive(self, request: Any, decode: Decode, params: Mapping[str, Any]) -> None:
         """Whether the reference is in order; its lease is kept from here on."""
@@ -83,7 +84,7 @@ class References:
                 raise BadReferenceError("kv_role is kv_producer: this engine loads nothing; make it kv_consumer or kv_both")
             if "kvferry" not in params:
                 raise BadReferenceError("kv_transfer_params carry no reference of KVFerry; does the producer run it too?")
-            decode.offered = from_params(params["kvferry"], self._secret, self._longest)
+            decode.offered = from_params(params["kvferry"], self._keys, self._sizes)
         except BadReferenceError as error:
             decode.reason = str(error)
             return

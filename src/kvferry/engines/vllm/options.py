@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from kvferry.errors import SessionError
 from kvferry.findings import Finding
-from kvferry.session.key import Key, is_loopback, read_key, split_address
+from kvferry.session.key import Keys, is_loopback, keys_of, split_address
 from kvferry.strategy.gathering import SLOT_S
 from kvferry.strategy.staging import BUDGET, LEAST
 from kvferry.transport import NixlOptions
@@ -44,7 +44,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     `listen`: where this engine answers consumers, host:port; port 0 takes a free one, any other is offset by the data-parallel
     index. A consumer answers there too, for whoever checks a fleet, if it is given a port. `advertise`: the host that
     references name, where it is not the one listened on. `key_file`: the cluster's shared key; needed for everything beyond
-    this machine. `peers`: producers to meet at start, so that one that cannot be read is
+    this machine, and on it for engines of several users or containers. Without one, engines of one user on one machine share a
+    key of their own. `peers`: producers to meet at start, so that one that cannot be read is
     refused then. `lease_s`: how long a producer keeps blocks for a consumer that is silent, `lease_most_s` for one that is not.
     `greeting_s`: how long a producer may take to answer. `weights`: what the model's weights are called, where a digest of the
     checkpoint does not do. `read_s`: how long a read may go without progress. `strategies`: how caches may be read: `mapped`,
@@ -100,9 +101,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
             self.sync,
         )
 
-    @property
-    def key(self) -> Key | None:
-        return read_key(self.key_file) if self.key_file else None
+    def keys(self) -> Keys:
+        """Of `key_file`; without one, this user's own on this machine."""
+        return keys_of(self.key_file)
 
     def switching_s(self, device: str, usual: float) -> float:
         """How long threads keep Python's lock on this device, where it is `usual` now: never longer than that."""

@@ -20,7 +20,7 @@ from kvferry.engines.vllm.siblings import Siblings, place_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import NULL_BLOCK, tables_of
 from kvferry.errors import BindError, SessionError
-from kvferry.session import Closing, FullError, Lease, Producer, Reference, Release, Renew, Seek, to_params
+from kvferry.session import Closing, FullError, Keys, Lease, Producer, Reference, Release, Renew, Seek, to_params
 
 logger = logging.getLogger("kvferry.vllm")
 
@@ -40,12 +40,12 @@ Answer = tuple[bool, dict[str, Any] | None]
 
 @dataclass(frozen=True)
 class Origin:
-    """Who gives references out, and the secret that they are sealed with."""
+    """Who gives references out, and the keys of which the first seals them."""
 
     address: str
     engine: str
     incarnation: str
-    secret: bytes
+    keys: Keys
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Prefills:
             "remote_request_id": reference.request,
             "remote_host": host,
             "remote_port": int(port),
-            "kvferry": to_params(reference, self._origin.secret),
+            "kvferry": to_params(reference, self._origin.keys.first),
         }
 
 

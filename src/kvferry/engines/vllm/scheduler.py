@@ -39,7 +39,7 @@ from kvferry.engines.vllm.room import most_leased
 from kvferry.engines.vllm.seeking import Seeking, give_back_when_found
 from kvferry.engines.vllm.siblings import family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
-from kvferry.engines.vllm.tables import keeps_every_token, specs_of, tables_of
+from kvferry.engines.vllm.tables import keeps_every_token, sizes_of, specs_of, tables_of
 from kvferry.errors import BadReferenceError, BindError, SessionError
 from kvferry.session import (
     Card,
@@ -84,8 +84,7 @@ class SchedulerHalf:
             keeps_every_token(spec) for group in self._groups for spec in specs_of(group.kv_cache_spec)
         )
         self._recompute = transfer.kv_load_failure_policy == "recompute"
-        self._key = options.key
-        self._secret = self._key.secret if self._key is not None else b""
+        keys = options.keys()
         self._cards: tuple[Card, ...] = ()
         most = most_leased(config, kv_cache_config)
         _say_what_leases_may_hold(most, kv_cache_config.num_blocks)
@@ -96,16 +95,16 @@ class SchedulerHalf:
         self._role = (BOTH if transfer.is_kv_consumer else PRODUCER) if self._produces else CONSUMER
         if options.answers(self._produces):
             index = getattr(config.parallel_config, "data_parallel_index", 0)
-            self._listener = Listener(options.listening(index), self._key, self._producer.stands)
+            self._listener = Listener(options.listening(index), keys, self._producer.stands)
             self._address = options.advertised(self._listener.port)
         self._courier: Courier[Meeting] | None = None
         if transfer.is_kv_consumer:
             hello = Hello(self._engine, self._incarnation)
-            self._courier = Courier(hello, self._key, options.greeting_s, self._meet)
+            self._courier = Courier(hello, keys, options.greeting_s, self._meet)
         self._closing = threading.Event()
-        self._seeking = Seeking(self._key, options.greeting_s, self._closing) if transfer.is_kv_consumer else None
-        longest = config.model_config.max_model_len
-        self._references = References(self._courier, self._seeking, self._secret, longest, self._digests)
+        self._seeking = Seeking(keys, options.greeting_s, self._closing) if transfer.is_kv_consumer else None
+        sizes = sizes_of(self._groups, config.model_config.max_model_len)
+        self._references = References(self._courier, self._seeking, keys, sizes, self._digests)
         self._evict: Callable[[set[int]], None] | None = None
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._decodes: dict[str, Decode] = {}
@@ -123,7 +122,7 @@ class SchedulerHalf:
         self._firsts = Firsts()
         self._may_hold, self._one_by_one = may_hold(config), launches_one_by_one(config)
         self._stats = FerryStats()
-        origin = Origin(self._address, self._engine, self._incarnation, self._secret)
+        origin = Origin(self._address, self._engine, self._incarnation, keys)
         self._prefills = Prefills(origin, self._producer, self._groups, self._stats, self._digest, options.lease_s / 3)
 
     def bind_cache(self, evict: Callable[[set[int]], None]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvferry.errors import KVFerryError, SessionError
 from kvferry.session import Courier, Reference, Seek, key_of, seek
-from kvferry.session.key import Key
+from kvferry.session.key import Keys
 
 logger = logging.getLogger("kvferry.vllm")
 
@@ -25,8 +25,8 @@ FOR_NOBODY_S: Final = 2.0
 class Seeking:
     """`patience_s`: how long a producer may take to answer; `closing` ends whatever waits for one."""
 
-    def __init__(self, key: Key | None, patience_s: float, closing: threading.Event) -> None:
-        self._key, self._patience_s, self._closing = key, patience_s, closing
+    def __init__(self, keys: Keys, patience_s: float, closing: threading.Event) -> None:
+        self._keys, self._patience_s, self._closing = keys, patience_s, closing
         self._seekers = ThreadPoolExecutor(SEEKERS, "kvferry-seeking")
         self._cleaner = ThreadPoolExecutor(1, "kvferry-giving-back")
         self._for_nobody = BoundedSemaphore(FOR_NOBODY)
@@ -47,7 +47,7 @@ class Seeking:
         try:
             for wanted in digests():
                 message = Seek(sibling.incarnation, sibling.lease, wanted)
-                found = seek(sibling.address, message, self._key, patience_s, self._closing)
+                found = seek(sibling.address, message, self._keys, patience_s, self._closing)
                 if found is not None and key_of(found) == key_of(sibling) and found.lease != sibling.lease:
                     return found
         except KVFerryError:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from kvferry.engines.vllm.surface import Group
 from kvferry.errors import BindError
 from kvferry.manifest.schema import HOLE
+from kvferry.session.reference import Sizes
 
 NULL_BLOCK: Final = 0
 
@@ -19,6 +20,12 @@ def tables_of(groups: Sequence[Group], block_ids: Sequence[Sequence[int]], token
         for index, (group, ids) in enumerate(zip(groups, block_ids, strict=True))
         if group.enable_kv_transfer
     }
+
+
+def sizes_of(groups: Sequence[Group], longest: int) -> Sizes:
+    """How large a reference may be of a prompt that an engine with these groups takes; of states one block counts."""
+    specs = [spec_of(group.kv_cache_spec) for group in groups]
+    return Sizes.of(longest, len(groups), [spec.block_size for spec in specs if type(spec).__name__ != "MambaSpec"])
 
 
 def only_states_lag(groups: Sequence[Group]) -> bool:

@@ -112,7 +112,7 @@ class WorkerHalf:
         """Whether it need not be tried again."""
         hello = Hello(self._config.kv_transfer_config.engine_id, "starting")
         try:
-            welcome = ask(address, hello, self._options.key, self._options.greeting_s, self._closing)
+            welcome = ask(address, hello, self._options.keys(), self._options.greeting_s, self._closing)
             model = welcome.cards[0].caches.identity.model
             mine = [msgspec.structs.replace(manifest, identity=msgspec.structs.replace(manifest.identity, model=model))]
             peer = PeerKey(address, welcome.engine, welcome.incarnation)
