@@ -144,14 +144,6 @@ def test_an_engine_that_is_still_starting_says_so(closing):
     assert ask(at(made), HELLO, None, PATIENCE_S).incarnation == "p1"
 
 
-def test_another_version_of_the_session_is_refused_by_either_side(listener):
-    with pytest.raises(SessionError, match="sessions of version 2 are not spoken here, only 1"):
-        ask(at(listener), Hello("consumer", "d1", version=2), None, PATIENCE_S)
-    listener.welcome(Welcome("producer", "p1", 60.0, welcome().cards, version=2))
-    with pytest.raises(SessionError, match="speaks sessions of version 2, this side 1"):
-        ask(at(listener), HELLO, None, PATIENCE_S)
-
-
 @pytest.mark.parametrize(
     "frames",
     [

@@ -14,22 +14,25 @@ from collections.abc import Callable
 from typing import Final
 
 import zmq
+from msgspec import structs
 
 from kvferry.errors import DecodeError, SessionError
 from kvferry.session.connections import Connections
 from kvferry.session.key import Key, reach
 from kvferry.session.messages import (
     MAX_REQUEST,
-    SESSION_VERSION,
+    SPOKEN,
     Found,
     Hello,
     Refusal,
     Release,
     Renew,
     Seek,
+    Versions,
     Welcome,
     pack,
     unpack_request,
+    versions_of,
 )
 from kvferry.session.reference import Lease, Reference
 
@@ -84,7 +87,7 @@ class Listener:
         for end in (self._socket, self._connections.events):
             self._poller.register(end, zmq.POLLIN)
         self._tick_ms, self._watch_at = _TICK_MS, 0.0
-        self._welcome: bytes | None = None
+        self._welcomes: dict[int | None, bytes] = {}
         self._find: Callable[[Seek], Reference | None] = lambda seek: None
         self._lock = threading.Lock()
         self._renewed: dict[str, dict[Lease, None]] = {}
@@ -96,7 +99,8 @@ class Listener:
 
     def welcome(self, welcome: Welcome, find: Callable[[Seek], Reference | None] = lambda seek: None) -> None:
         """What greetings are answered with from now on; `find` looks references up, on the listener's thread."""
-        self._welcome, self._find = pack(welcome), find
+        self._welcomes = {version: pack(structs.replace(welcome, version=version)) for version in SPOKEN}
+        self._find = find
 
     def take(self) -> list[Renew | Release]:
         """What was said since the last call, each lease once."""
@@ -174,12 +178,12 @@ class Listener:
         if not isinstance(message, Hello):
             self._keep(message)
             return None
-        if message.version != SESSION_VERSION:
-            return pack(Refusal(f"sessions of version {message.version} are not spoken here, only {SESSION_VERSION}"))
+        theirs = versions_of(data) or Versions(message.version, message.version)
         self.greeted += 1
         level = logging.INFO if self.greeted < 100 else _rarely(self.greeted, logging.INFO)
         logger.log(level, "%s (%s) asks for the manifests of this engine", message.engine, message.incarnation)
-        return self._welcome or pack(Refusal("this engine is still starting; ask again"))
+        welcome = self._welcomes.get(SPOKEN.common(theirs))
+        return welcome or pack(Refusal("this engine is still starting; ask again"))
 
     def _keep(self, message: Renew | Release) -> None:
         """Words on leases that do not stand are not kept: whoever makes them up fills nothing here."""

@@ -15,7 +15,7 @@ import zmq
 
 from kvferry.errors import SessionError, plain
 from kvferry.session.key import Key, reach
-from kvferry.session.messages import MAX_WELCOME, SESSION_VERSION, Found, Hello, Refusal, Seek, Welcome, pack, unpack_reply
+from kvferry.session.messages import MAX_WELCOME, SPOKEN, Found, Hello, Refusal, Seek, Welcome, pack, unpack_reply
 from kvferry.session.reference import Reference
 
 Number = tuple[str, int]
@@ -104,9 +104,10 @@ def ask_at(
     address: str, number: Number, hello: Hello, key: Key | None, timeout_s: float, stop: threading.Event | None = None
 ) -> Welcome:
     reply = _exchange(address, number, hello, key, timeout_s, stop)
-    if not isinstance(reply, Welcome) or reply.version != SESSION_VERSION:
-        spoken = f"sessions of version {reply.version}" if isinstance(reply, Welcome) else "out of turn"
-        raise SessionError(f"{address} speaks {spoken}, this side {SESSION_VERSION}")
+    if not isinstance(reply, Welcome):
+        raise SessionError(f"{address} speaks out of turn: it answers a greeting with another message than a welcome")
+    if reply.version not in SPOKEN:
+        raise SessionError(f"{address} answers in version {reply.version} of the session, this side speaks {SPOKEN}")
     return reply
 
 
