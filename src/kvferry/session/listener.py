@@ -18,6 +18,7 @@ from msgspec import structs
 
 from kvferry.errors import DecodeError, SessionError
 from kvferry.session.connections import Connections
+from kvferry.session.hearing import Hearing
 from kvferry.session.key import Key, reach
 from kvferry.session.messages import (
     MAX_REQUEST,
@@ -87,6 +88,7 @@ class Listener:
         for end in (self._socket, self._connections.events):
             self._poller.register(end, zmq.POLLIN)
         self._tick_ms, self._watch_at = _TICK_MS, 0.0
+        self._hearing = Hearing(time.monotonic())
         self._welcomes: dict[int | None, bytes] = {}
         self._find: Callable[[Seek], Reference | None] = lambda seek: None
         self._lock = threading.Lock()
@@ -122,19 +124,30 @@ class Listener:
         while not self._stop.is_set():
             self._turn()
 
+    @property
+    def caught_up_at(self) -> float:
+        """Everything that had arrived by then, in `time.monotonic`, has been heard: what expires, expires by this time. Read it
+        before `take`. It stands still while the process is stopped, and after that until what was sent meanwhile is heard."""
+        return self._hearing.caught_up_at
+
     def _turn(self) -> None:
+        began, heard, rest_s = time.monotonic(), False, _TICK_MS / 1000
+        tick_s = self._tick_ms / 1000
         try:
             ready = dict(self._poller.poll(self._tick_ms))
-            worked = time.thread_time()
+            worked, rest_s = time.thread_time(), 0.0
             if self._socket in ready:
+                heard = True
                 self._hear()
             if self._connections.events in ready or time.monotonic() >= self._watch_at:
                 self._watch()
             if ready:
-                self._stop.wait(min(_REST * (time.thread_time() - worked), _LONGEST_REST_S))
+                rest_s = min(_REST * (time.thread_time() - worked), _LONGEST_REST_S)
         except Exception:
             logger.exception("the listener stumbled; it goes on")
-            self._stop.wait(_TICK_MS / 1000)
+        self._hearing.turned(began, heard, began + tick_s + rest_s)
+        if rest_s:
+            self._stop.wait(rest_s)
 
     def _watch(self) -> None:
         before = self._connections.cut
