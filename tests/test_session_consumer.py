@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace as with_fields
 
 from kvferry.session import Answer, Consumer, Hello, Lease, PeerKey, Reference, Release, Renew, key_of
+from kvferry.session.consumer import Greeting, Word
 from kvferry.session.messages import MAX_LEASES, pack, unpack_request
 
 HELLO = Hello("d", "d1")
@@ -28,8 +29,15 @@ def consumer(most: int = 256) -> Consumer[str]:
     return Consumer(HELLO, RETRY_S, RENEW_S, most)
 
 
+def take(it: Consumer[str], now: float) -> tuple[tuple[Greeting, ...], tuple[Word, ...]]:
+    """Where every address that is sought is reached at once."""
+    for sought in it.seek(now):
+        it.reached(sought.address)
+    return it.take(now)
+
+
 def greeted(it: Consumer[str], now: float = 0.0) -> list[str]:
-    greetings, words = it.take(now)
+    greetings, words = take(it, now)
     assert not words
     assert all(greeting.hello == HELLO for greeting in greetings)
     return [greeting.address for greeting in greetings]
@@ -40,7 +48,7 @@ def answer(it: Consumer[str], peer: PeerKey, found: str | None, now: float, leas
 
 
 def said(it: Consumer[str]) -> list[Renew | Release]:
-    greetings, words = it.take(0.0)
+    greetings, words = take(it, 0.0)
     assert not greetings
     assert all(unpack_request(pack(word.message)) == word.message for word in words)
     return [word.message for word in words]
@@ -85,7 +93,7 @@ def test_a_refusal_stands_for_a_pause_and_is_then_asked_about_again():
 def test_a_refusal_of_long_ago_is_no_answer():
     it = consumer()
     it.greet(PEER, 0.0)
-    it.take(0.0)
+    take(it, 0.0)
     it.unanswered(PEER.address, "nobody listens", 0.0)
     assert it.peer(PEER, 3600.0) is None
     assert it.due(PEER, 3600.0)
@@ -158,26 +166,92 @@ def test_a_start_that_is_named_while_nobody_answers_is_asked_for_as_soon_as_its_
     assert greeted(it, 0.75) == [PEER.address]
 
 
-def test_dead_addresses_hold_up_neither_new_ones_beyond_their_share_nor_any_that_has_answered():
+REACH_S = 4.0
+
+
+def sought(it: Consumer[str], now: float) -> list[str]:
+    return [found.address for found in it.seek(now)]
+
+
+def addresses(count: int, net: int = 1) -> list[PeerKey]:
+    return [PeerKey(f"10.{net}.{i // 250}.{i % 250}:7000", "p", "p1") for i in range(count)]
+
+
+@pytest.mark.parametrize("before", [0, 500, 900, 1000])
+@pytest.mark.parametrize("count", [1000, 3000])
+def test_however_many_silent_addresses_are_named_a_real_one_is_asked_within_seconds(before, count):
+    """It is named first, between them, or last; silent ones are given up when they were waited for as long as may be."""
+    if count > 1000 and before not in (0, 1000):
+        pytest.skip("of more than are sought at a time only the ends are bounded")
+    it, waiting, step = consumer(), dict[str, float](), 0.25
+    dead = addresses(count)
+    real = PeerKey("10.0.0.9:7000", "p", "p1")
+    named = [*dead[:before], real, *dead[before:]] if before < 1000 else [*dead, real]
+    for peer in named:
+        it.greet(peer, 0.0)
+    for tick in range(200):
+        now = tick * step
+        for address in sought(it, now):
+            if address == real.address:
+                it.reached(address)
+            else:
+                waiting[address] = now
+        if [greeting.address for greeting in it.take(now)[0]] == [real.address]:
+            break
+        for address in [address for address, since in waiting.items() if now - since >= REACH_S]:
+            it.unanswered(address, "says nothing", now)
+            del waiting[address]
+        assert len(waiting) <= 512
+    assert now <= 2 * REACH_S
+
+
+def test_addresses_that_never_answered_are_sought_after_those_that_were_never_tried_and_less_often_each_time():
+    it = Consumer[str](HELLO, RETRY_S, RENEW_S, seeking=2)
+    dead, (fresh,) = addresses(2), addresses(1, net=2)
+    now, pauses = 0.0, []
+    for _ in range(6):
+        began = now
+        for peer in dead:
+            while not it.due(peer, now):
+                now += 0.5
+            it.greet(peer, now)
+            while it.peer(peer, now) is not None:
+                now += 0.5
+                it.greet(peer, now)
+        pauses.append(now - began)
+        assert {found.first for found in it.seek(now)} == {len(pauses) == 1}
+        now += 1.0
+        for peer in dead:
+            it.unanswered(peer.address, "says nothing", now)
+    assert pauses[1:] == sorted(pauses[1:])
+    assert 12.0 < pauses[-1] <= 17.0
+    now += 100.0
+    for peer in (*dead, fresh):
+        it.greet(peer, now)
+    assert fresh.address in sought(it, now)
+
+
+def test_what_is_reached_takes_few_places_and_proven_addresses_have_some_of_their_own():
     it = Consumer[str](HELLO, RETRY_S, RENEW_S, asking=8)
     known = PeerKey("10.0.0.9:7000", "p", "p1")
     it.greet(known, 0.0)
     assert greeted(it) == [known.address]
     answer(it, known, "plans", 0.0)
-    dead = [PeerKey(f"10.0.1.{i}:7000", "p", "p1") for i in range(100)]
-    for peer in dead:
+    stuck = addresses(100)
+    for peer in stuck:
         it.greet(peer, 1.0)
-    assert greeted(it, 1.0) == [peer.address for peer in dead[:6]]
+    first = greeted(it, 1.0)
+    assert len(first) == 6
     it.greet(replace(known, incarnation="p2"), 2.0)
     assert greeted(it, 2.0) == [known.address]
-    it.unanswered(dead[3].address, "nobody listens", 2.0)
-    assert greeted(it, 2.0) == [dead[6].address]
+    it.unanswered(first[3], "does not answer", 2.0)
+    assert len(greeted(it, 2.0)) == 1
 
 
 def test_a_producer_whose_cards_do_not_fit_is_refused_with_the_reason_and_its_address_is_not():
     it = consumer()
     it.greet(PEER, 0.0)
-    it.take(0.0)
+    take(it, 0.0)
     answer(it, PEER, None, 1.0, reason="the two sides do not hold the same state")
     assert it.peer(PEER, 1.0) == "the two sides do not hold the same state"
     it.greet(RESTARTED, 1.0)
@@ -189,7 +263,7 @@ def doubted() -> Consumer[str]:
     """A producer was met, and something failed later that was read from it."""
     it = consumer()
     it.greet(PEER, 0.0)
-    it.take(0.0)
+    take(it, 0.0)
     answer(it, PEER, "plans", 0.0)
     it.doubt(PEER, 1.0)
     return it
@@ -248,7 +322,7 @@ def test_an_answer_of_an_earlier_start_says_nothing_of_one_that_was_named_since(
 def test_an_answer_from_before_another_says_nothing_of_who_is_there_now():
     it = doubted()
     it.greet(PEER, 1.0)
-    it.take(1.0)
+    take(it, 1.0)
     answer(it, RESTARTED, "new plans", 2.0)
     it.answered(PEER.address, Answer(PEER, "plans", 60.0), 3.0, began=0.5)
     assert "it is gone" in str(it.peer(PEER, 3.0))
@@ -258,7 +332,7 @@ def test_an_answer_from_before_another_says_nothing_of_who_is_there_now():
 def test_a_greeting_that_was_overtaken_is_sent_again_for_whoever_still_waits():
     it = consumer()
     it.greet(PEER, 1.0)
-    it.take(1.0)
+    take(it, 1.0)
     it.answered(PEER.address, Answer(RESTARTED, "new plans", 60.0), 3.0, began=2.0)
     assert "it is gone" in str(it.peer(PEER, 3.0))
     third = replace(PEER, incarnation="p3")
@@ -276,7 +350,7 @@ def test_a_greeting_that_was_overtaken_is_sent_again_for_whoever_still_waits():
 def test_what_was_refused_after_a_doubt_is_not_asked_for_before_its_time(refused):
     it = doubted()
     it.greet(PEER, 1.0)
-    it.take(1.0)
+    take(it, 1.0)
     if refused == "by who answers":
         answer(it, PEER, None, 3.0, reason="another model")
     else:
@@ -291,7 +365,7 @@ def test_what_was_refused_after_a_doubt_is_not_asked_for_before_its_time(refused
 def test_a_later_answer_of_an_earlier_greeting_brings_no_doubt_back():
     it = doubted()
     it.greet(PEER, 2.0)
-    it.take(3.0)
+    take(it, 3.0)
     answer(it, PEER, "plans", 4.0)
     it.known(PEER, "plans", 60.0, 0.5)
     assert it.peer(PEER, 4.0) == "plans"
@@ -300,13 +374,13 @@ def test_a_later_answer_of_an_earlier_greeting_brings_no_doubt_back():
 def test_a_producer_in_doubt_that_has_restarted_is_gone_and_forgotten():
     it = doubted()
     it.greet(PEER, 1.0)
-    it.take(1.0)
+    take(it, 1.0)
     it.hold("a", reference(), 1.0)
     answer(it, RESTARTED, "new plans", 1.0)
     assert "is p since its start p2; the reference is of p, start p1: it is gone" in str(it.peer(PEER, 1.0))
     assert it.take_forgotten() == ()
     it.release("a", reference(), "failed")
-    it.take(1.0)
+    take(it, 1.0)
     answer(it, RESTARTED, "new plans", 2.0)
     assert it.take_forgotten() == (PEER,)
 
@@ -314,11 +388,11 @@ def test_a_producer_in_doubt_that_has_restarted_is_gone_and_forgotten():
 def test_a_producer_in_doubt_that_does_not_answer_is_who_it_was_when_it_does():
     it = doubted()
     it.greet(PEER, 1.0)
-    it.take(1.0)
+    take(it, 1.0)
     it.unanswered(PEER.address, "says nothing", 1.0)
     assert it.peer(PEER, 1.0) == "says nothing"
     it.greet(PEER, 6.0)
-    it.take(6.0)
+    take(it, 6.0)
     assert it.found(PEER) == "plans"
     answer(it, PEER, it.found(PEER), 6.0)
     assert it.peer(PEER, 6.0) == "plans"
@@ -338,7 +412,7 @@ def test_what_was_never_met_cannot_be_doubted():
 def test_leases_of_who_was_refused_and_never_met_are_not_renewed():
     it = consumer()
     it.greet(PEER, 0.0)
-    it.take(0.0)
+    take(it, 0.0)
     it.hold("a", reference(), 0.0)
     it.unanswered(PEER.address, "nobody listens", 0.0)
     it.renew(100.0)
@@ -371,7 +445,7 @@ def test_leases_are_renewed_three_times_in_their_time_and_not_more_often_than_th
 def test_leases_of_a_producer_that_is_being_asked_are_renewed_too():
     it = consumer()
     it.greet(PEER, 0.0)
-    it.take(0.0)
+    take(it, 0.0)
     it.hold("a", reference(), 0.0)
     it.renew(4.9)
     assert said(it) == []
@@ -478,7 +552,7 @@ def test_refused_producers_do_not_pile_up():
     for i in range(500):
         peer = PeerKey(f"10.0.0.1:{i}", "p", "p1")
         it.greet(peer, float(i))
-        it.take(float(i))
+        take(it, float(i))
         it.unanswered(peer.address, "nobody listens", float(i))
     assert len(it._peers) <= 10
     assert len(it._addresses) <= 10
@@ -527,7 +601,7 @@ class Conversation(RuleBasedStateMachine):
         self.renewed: dict[PeerKey, float] = {}
 
     def hear(self) -> list[Renew | Release]:
-        greetings, words = self.it.take(self.now)
+        greetings, words = take(self.it, self.now)
         for greeting in greetings:
             assert greeting.address not in self.asked
             self.asked[greeting.address] = {peer for peer in self.named if peer.address == greeting.address}

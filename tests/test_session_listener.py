@@ -15,7 +15,7 @@ import zmq
 from keyed import KEYS, secured
 from kvferry.session import Card, Courier, Hello, Lease, Listener, Producer, Reference, Release, Renew, Welcome, Words
 from kvferry.session import listener as listening
-from kvferry.session.connections import Connections
+from kvferry.session.connections import Connections, _Connection
 from kvferry.session.messages import MAX_LEASES, MAX_REQUEST, pack, unpack_reply
 from kvferry.session.reference import MAX_GENERATION
 from kvferry.session.wire import ask, dial
@@ -175,6 +175,86 @@ def test_of_too_many_connections_the_longest_silent_ones_are_cut(made, dealer, m
     for stranger in strangers:
         stranger.close()
     until(lambda: len(listener._connections) == 1, "those who left are forgotten")
+
+
+@pytest.fixture
+def crowd(monkeypatch) -> Iterator[tuple[Connections, list[socket.socket], list[int]]]:
+    """Connections of 300 strangers, each of which has begun a message, and which of them were asked about."""
+    asked: list[int] = []
+    received = _Connection.received
+
+    def counted(self: _Connection) -> int:
+        asked.append(self.end.fileno())
+        return received(self)
+
+    monkeypatch.setattr(_Connection, "received", counted)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        connections = Connections(router, port, 1024, 1 << 20)
+        strangers = [socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(300)]
+        until(lambda: connections.watch() or len(connections) == 300, "all of them")
+        until(lambda: not connections.watch() and not (asked.clear() or connections.watch() or len(asked) > 8), "quiet")
+        yield connections, strangers, asked
+        for stranger in strangers:
+            stranger.close()
+        connections.close()
+        connections.events.close()
+
+
+def test_slow_connections_are_asked_about_so_many_at_a_time_and_all_of_them_in_turn(crowd):
+    connections, strangers, asked = crowd
+    everyone: set[int] = set()
+    for stranger in strangers:
+        stranger.send(b"\xff")
+    for _ in range(8):
+        asked.clear()
+        connections.watch()
+        assert len(asked) <= 72
+        everyone.update(asked)
+    assert len(everyone) == 300
+
+
+def test_connections_on_which_nothing_moves_are_asked_about_now_and_then(crowd):
+    connections, _, asked = crowd
+    for _ in range(5):
+        asked.clear()
+        connections.watch()
+        assert len(asked) <= 8
+    everyone: set[int] = set()
+    for _ in range(60):
+        connections.watch()
+        everyone.update(asked)
+    assert len(everyone) == 300
+
+
+def test_one_that_goes_on_among_many_slow_ones_is_cut_and_no_other_is(crowd):
+    connections, strangers, _ = crowd
+    strangers[7].setblocking(False)
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    properties = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    ready = b"\x05READY" + properties
+    frame = bytes([0x01 | 0x02]) + struct.pack(">Q", MAX_REQUEST) + bytes(MAX_REQUEST)
+    strangers[7].send(greeting + bytes([0x04, len(ready)]) + ready)
+    unsent, slowly = b"", iter(greeting)
+
+    def pushed_on() -> bool:
+        nonlocal unsent
+        byte = bytes(itertools.islice(slowly, 1))
+        for stranger in (*strangers[:7], *strangers[8:]):
+            stranger.send(byte)
+        unsent = unsent or frame
+        try:
+            unsent = unsent[strangers[7].send(unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return True
+        connections.watch()
+        return connections.cut == 1
+
+    until(pushed_on, "the cut")
+    assert connections.cut == 1
+    assert len(connections) == 299
 
 
 def test_a_connection_of_another_is_never_touched():

@@ -97,7 +97,7 @@ def test_a_producers_names_stay_within_their_line_and_within_the_reason(listener
 
 
 def test_a_refusal_is_told_on_one_line(listener, monkeypatch):
-    monkeypatch.setattr(listener, "_welcome", pack(Refusal(NAME)))
+    monkeypatch.setattr(listener, "_welcomes", {1: pack(Refusal(NAME))})
     with pytest.raises(KVFerryError, match="refuses: ") as caught:
         ask(f"127.0.0.1:{listener.port}", Hello("d", "d1"), KEYS, 20.0)
     assert str(caught.value).isprintable()

@@ -145,14 +145,6 @@ def test_an_engine_that_is_still_starting_says_so(closing):
     assert ask(at(made), HELLO, KEYS, PATIENCE_S).incarnation == "p1"
 
 
-def test_another_version_of_the_session_is_refused_by_either_side(listener):
-    with pytest.raises(SessionError, match="sessions of version 2 are not spoken here, only 1"):
-        ask(at(listener), Hello("consumer", "d1", version=2), KEYS, PATIENCE_S)
-    listener.welcome(Welcome("producer", "p1", 60.0, welcome().cards, version=2))
-    with pytest.raises(SessionError, match="speaks sessions of version 2, this side 1"):
-        ask(at(listener), HELLO, KEYS, PATIENCE_S)
-
-
 @pytest.mark.parametrize(
     "frames",
     [
@@ -407,6 +399,21 @@ def test_dead_addresses_hold_up_no_greeting_of_others(listener, closing, dead, m
     assert answer(courier, reference(at(listener), incarnation="p2")) == "producer p2"
 
 
+def test_any_number_of_silent_addresses_takes_no_place_of_who_answers_and_no_thread(listener, closing, monkeypatch):
+    """They are waited for as long as this test takes."""
+    monkeypatch.setattr(wire, "_REACH_S", 3600.0)
+    monkeypatch.setattr(wire, "_FIRST_REACH_S", 3600.0, raising=False)
+    before = threading.active_count()
+    with socket.create_server(("0.0.0.0", 0), backlog=16) as silent:
+        courier = closing(Courier(HELLO, KEYS, 3600.0, met))
+        for number in range(200):
+            courier.hold(f"r{number}", reference(f"127.0.2.{number}:{silent.getsockname()[1]}"))
+        assert answer(courier, reference(at(listener))) == "producer p1"
+        assert threading.active_count() - before < 10
+        assert courier.peer(reference(f"127.0.2.7:{silent.getsockname()[1]}")) is None
+        courier.close()
+
+
 def test_who_takes_connections_and_says_nothing_is_told_from_a_producer_that_is_slow(dead, monkeypatch):
     monkeypatch.setattr(wire, "_REACH_S", 0.3)
     with pytest.raises(SessionError, match=f"nobody listens at {dead[0]}: the port is open and says nothing"):
@@ -454,13 +461,13 @@ def test_who_speaks_something_else_is_not_greeted():
 
 def test_many_starts_that_are_named_at_one_dead_address_cost_one_greeting(closing, dead, monkeypatch):
     asked: list[str] = []
-    find = couriers.find
+    looked_up = couriers.looked_up
 
     def counted(address: str, *arguments: Any) -> Any:
         asked.append(address)
-        return find(address, *arguments)
+        return looked_up(address, *arguments)
 
-    monkeypatch.setattr(couriers, "find", counted)
+    monkeypatch.setattr(couriers, "looked_up", counted)
     monkeypatch.setattr(wire, "_REACH_S", 1.5)
     courier = closing(Courier(HELLO, KEYS, 3600.0, met))
     references = [reference(dead[0], incarnation=f"p{number}") for number in range(100)]
@@ -601,7 +608,7 @@ def test_a_producer_in_doubt_is_not_read_from_before_it_has_answered(listener, c
             assert listener.greeted > greeted
 
 
-def test_an_introduction_that_takes_long_leaves_a_doubt_that_came_meanwhile(closing, monkeypatch):
+def test_an_introduction_that_takes_long_leaves_a_doubt_that_came_meanwhile(listener, closing, monkeypatch):
     late, silent = threading.Event(), threading.Event()
     asked: list[str] = []
 
@@ -611,10 +618,9 @@ def test_an_introduction_that_takes_long_leaves_a_doubt_that_came_meanwhile(clos
         assert waits is None or waits.wait(PATIENCE_S)
         return welcome()
 
-    monkeypatch.setattr(couriers, "find", lambda *_: ("127.0.0.1", 7000))
     monkeypatch.setattr(couriers, "ask_at", ask_at)
     courier = closing(Courier(HELLO, KEYS, PATIENCE_S, met))
-    found = reference("127.0.0.1:7000")
+    found = reference(at(listener))
     introducing = threading.Thread(target=courier.introduce, args=(found.address,), name="introducing")
     introducing.start()
     until(lambda: asked == ["introducing"], "the introduction")
@@ -646,20 +652,35 @@ def threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("kvferry")}
 
 
-def test_closing_ends_all_threads_also_while_a_producer_is_asked():
+@pytest.mark.parametrize("said", [b"", b"\xff"], ids=["sought", "asked"])
+def test_closing_ends_all_threads_also_while_a_producer_is_sought_or_asked(said):
     before = threads()
+
+    def greet() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(silent.accept()[0])
+                taken[-1].sendall(said)
+
+    taken: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        threading.Thread(target=greet, daemon=True).start()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         courier = Courier(HELLO, KEYS, 3600.0, met)
         made = Listener("127.0.0.1:0", KEYS)
         for number in range(8):
             courier.hold(f"r{number}", reference(address, number, incarnation=f"p{number}"))
-        until(lambda: any(t.name.startswith("kvferry-asking") for t in threads() - before), "one who asks")
+        if said:
+            until(lambda: any(t.name.startswith("kvferry-asking") for t in threads() - before), "one who asks")
+        else:
+            until(lambda: bool(courier._finder._probes and taken), "one who is sought")
         assert courier.peer(reference(address, incarnation="p0")) is None
         courier.close()
         made.close()
         courier.close()
         made.close()
+        for end in taken:
+            end.close()
     assert threads() <= before
 
 

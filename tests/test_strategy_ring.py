@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -214,7 +215,9 @@ def test_a_killed_producer_is_let_go_of_and_its_successor_is_read(wharf: RingWha
     prepared = transport.prepare(plan, 0, transport.connect(made.metadata[0]))
     assert finish(transport, transport.read(prepared, Binder(plan).tiles(made.case.request))) is State.DONE
     assert made.differing() == 0
-    assert len(mapped_files() - before - own) == 2
+    theirs = mapped_files() - before - own
+    assert len(theirs) == 2
+    assert all(os.path.exists(path) for path in theirs)
     wharf.stop()
     read = transport.read(prepared, Binder(plan).tiles(made.case.request), b"never")
     wharf.kill()
@@ -227,6 +230,7 @@ def test_a_killed_producer_is_let_go_of_and_its_successor_is_read(wharf: RingWha
         return mapped_files() - before == own
 
     until(closed, "the closing of a dead producer's ring")
+    assert not any(os.path.exists(path) for path in theirs)
     wharf.restart()
     other = crossing(wharf, dense_case())
     transport.register([storage for rank in other.here for storage in rank.storages])

@@ -23,13 +23,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cli import demo
+from kvferry.engines.vllm import wharf
+from kvferry.engines.vllm.options import Options
 from kvferry.errors import TransportError
 from kvferry.strategy import HostMover, SharedBytes, shared
 from kvferry.strategy.shared import HEADER, OpenedBytes
 from kvferry.transport import Storage
+from pairs import manifests_of
 from transport_suite import until
 
 PATIENCE_S = 20
+CACHES = manifests_of("blocks of 12 to 8")[0]
 
 
 @pytest.fixture
@@ -208,6 +213,80 @@ def test_only_what_this_user_left_behind_is_swept(folder, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     SharedBytes(8).close()
     assert (folder / names[3]).exists()
+
+
+def test_files_of_others_are_not_opened_however_many_there_are(folder, monkeypatch):
+    """Of very many that may be ours some are looked at, and each in the end."""
+    names = {f"kvferry-{secrets.token_hex(16)}" for _ in range(1500)}
+    for name in names:
+        (folder / name).touch()
+    for number in range(300):
+        (folder / f"kvferry-{number}").touch()
+    real, ours, opened_files, looked_at = os.open, shared._ours, list[str](), list[bool]()
+
+    def counted(path: Any, *arguments: Any, **named: Any) -> int:
+        opened_files.append(os.path.basename(path))
+        return real(path, *arguments, **named)
+
+    def counting(found: os.stat_result) -> bool:
+        looked_at.append(ours(found))
+        return looked_at[-1]
+
+    monkeypatch.setattr(os, "open", counted)
+    monkeypatch.setattr(shared, "_ours", counting)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        SharedBytes(8).close()
+        assert not names.intersection(opened_files)
+        assert len(looked_at) <= 1024
+    SharedBytes(8).close()
+    assert len(names.intersection(opened_files)) == 1024
+    SharedBytes(8).close()
+    assert names.issubset(opened_files)
+    assert len(list(folder.iterdir())) == 300
+
+
+def test_a_peer_that_lets_go_of_a_killed_owners_memory_removes_it_and_no_one_elses():
+    pipe, theirs = mp.get_context("spawn").Pipe()
+    process = mp.get_context("spawn").Process(target=own_until_told, args=(theirs,), daemon=True)
+    process.start()
+    name, nonce, pid = pipe.recv()
+    first, second = OpenedBytes(name, nonce, 1000), OpenedBytes(name, nonce, 1000)
+    first.close()
+    assert (shared.FOLDER / name).exists()
+    assert second.alive
+    os.kill(pid, signal.SIGKILL)
+    process.join(PATIENCE_S)
+    second.close()
+    second.close()
+    assert not (shared.FOLDER / name).exists()
+
+
+def begin_an_engines_rank() -> None:
+    wharf.Wharf("r", CACHES, Options(), 1, CACHES.identity)
+
+
+def begin_a_demo() -> None:
+    demo.demo_command(requests=1)
+
+
+@pytest.mark.parametrize(
+    "begin", [begin_an_engines_rank, begin_a_demo, lambda: SharedBytes(8)], ids=["engine", "demo", "packed"]
+)
+def test_whatever_starts_removes_what_a_killed_engine_left(begin, folder, monkeypatch):
+    class BegunError(Exception):
+        pass
+
+    def stop(*_: object, **__: object) -> None:
+        raise BegunError
+
+    left = folder / f"kvferry-{secrets.token_hex(16)}"
+    left.write_bytes(bytes(1000))
+    for module, name in ((wharf, "NixlTransport"), (demo, "sail"), (shared, "_reserved")):
+        monkeypatch.setattr(module, name, stop)
+    with pytest.raises(BegunError):
+        begin()
+    assert not left.exists()
 
 
 def test_a_pipe_that_somebody_put_there_holds_nobody_up(folder):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from keyed import KEYS
 from kvferry.engines.vllm import introducing
 from kvferry.engines.vllm.seeking import FOR_NOBODY, Seeking
 from kvferry.errors import SessionError
@@ -34,8 +35,16 @@ def raising(error: BaseException) -> Any:
 
 @pytest.fixture
 def courier() -> Iterator[Courier[str]]:
-    made = Courier(Hello("D", "1"), None, 1.0, lambda peer, welcome: "met")
+    made = Courier(Hello("D", "1"), KEYS, 1.0, lambda peer, welcome: "met")
     yield made
+    made.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """Where a producer listens that is still starting."""
+    made = Listener("127.0.0.1:0", KEYS)
+    yield f"127.0.0.1:{made.port}"
     made.close()
 
 
@@ -74,14 +83,25 @@ def test_no_request_waits_for_a_producer_once_the_courier_has_ended(courier, cap
 
 
 @pytest.mark.parametrize("error", [Broken("in a greeting"), SystemExit(1), MemoryError()], ids=lambda it: type(it).__name__)
-def test_a_greeting_that_ends_its_thread_is_an_answer(courier, monkeypatch, error):
+def test_a_greeting_that_ends_its_thread_is_an_answer(courier, listening, monkeypatch, error):
     monkeypatch.setattr(courier, "_answer", raising(error))
-    assert type(error).__name__ in told(courier, "127.0.0.1:1")
+    assert type(error).__name__ in told(courier, listening)
     assert courier._thread.is_alive()
 
 
-def test_a_greeting_for_which_there_is_no_memory_is_an_answer(courier, monkeypatch):
-    monkeypatch.setattr(courier, "_greet", lambda greeting: None)
+def test_a_producer_that_is_not_looked_for_any_more_is_an_answer(courier, caplog, monkeypatch):
+    monkeypatch.setattr(courier._finder, "_turn", raising(Broken()))
+    courier._finder._ring()
+    courier._finder._thread.join(30)
+    for port in (1, 2):
+        assert "the thread that looks for producers has ended" in told(courier, f"127.0.0.1:{port}")
+    assert not courier._finder._thread.is_alive()
+    assert sum(record.getMessage().startswith("the thread that looks") for record in caplog.records) == 1
+    assert courier._thread.is_alive()
+
+
+def test_a_greeting_for_which_there_is_no_memory_is_an_answer(courier, listening, monkeypatch):
+    monkeypatch.setattr(courier, "_greet", lambda *_: None)
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -90,11 +110,11 @@ def test_a_greeting_for_which_there_is_no_memory_is_an_answer(courier, monkeypat
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    assert "it cannot be asked: no stack" in told(courier, "127.0.0.1:1")
+    assert "it cannot be asked: no stack" in told(courier, listening)
 
 
 def test_a_listener_that_ends_says_so_once_and_can_be_closed(caplog, monkeypatch):
-    listener = Listener("127.0.0.1:0")
+    listener = Listener("127.0.0.1:0", KEYS)
     monkeypatch.setattr(listener, "_hear", raising(Broken()))
     monkeypatch.setattr(listener, "_watch", raising(Broken()))
     listener._thread.join(30)
@@ -106,7 +126,7 @@ def test_a_listener_that_ends_says_so_once_and_can_be_closed(caplog, monkeypatch
 
 @pytest.fixture
 def seeking() -> Iterator[Seeking]:
-    made = Seeking(None, 1.0, threading.Event())
+    made = Seeking(KEYS, 1.0, threading.Event())
     yield made
     made.close()
 

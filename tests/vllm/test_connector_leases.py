@@ -151,6 +151,20 @@ class TestQueues:
             assert here.counted["loaded"] == count
             until("all are released", lambda: there.counted["released"] == count, there)
 
+    def test_no_lease_ends_while_renewals_wait_to_be_heard(self) -> None:
+        """As after the producer was stopped: its clock has gone on, and what was said meanwhile was not read yet."""
+        with engines(*sides("llama", {}, {})) as (there, here):
+            half, params = there.connector.scheduler, dict(there.prefill("r", prompt(1)) or {})
+            listener, clock, lease_s = half._listener, half._clock, half._options.lease_s
+            half._clock = lambda: clock() + lease_s + 1
+            listener._hearing.caught_up_at -= lease_s + 1
+            listener._hearing.turned = lambda *_: None
+            for _ in range(3):
+                there.step()
+            assert there.counted["expired"] == 0
+            assert load(there, here, "r", prompt(1), params).differences() == []
+            until("what was said is heard", lambda: there.counted["released"] == 1, there, here)
+
     def test_a_lease_of_another_prompt_is_left_to_its_own_request(self) -> None:
         """No word of it reaches the producer: the request that it is of may still come."""
         with engines(*sides("llama", {}, side(failure_policy="recompute"))) as (there, here):

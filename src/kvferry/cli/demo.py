@@ -14,6 +14,7 @@ from rich.table import Table
 from kvferry.cli.output import show, show_json
 from kvferry.demo import Log, Voyage, sail
 from kvferry.errors import SideError
+from kvferry.strategy.shared import sweep
 
 MAX_REQUESTS = 100_000
 MAX_TOKENS = 4096
@@ -32,6 +33,7 @@ def demo_command(
         raise SideError(f"--requests {requests}: give a number from 1 to {MAX_REQUESTS:,}")
     if not 1 <= tokens <= MAX_TOKENS:
         raise SideError(f"--tokens {tokens}: give a number from 1 to {MAX_TOKENS:,}")
+    sweep()
     voyage = Voyage(model, prefill, decode, requests, tokens)
     console = Console(stderr=as_json)
     title = f"{model}   prefill {prefill} → decode {decode}   two processes over NIXL"

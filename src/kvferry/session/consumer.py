@@ -2,25 +2,38 @@
 
 A producer is known by its address, engine and incarnation, so that one that restarted is greeted again. It is asked at its
 address, and whoever answers there answers for every start that was named there: one greeting is under way at an address at a
-time, and few to addresses that have never answered, so that dead ones hold up nobody else. An address that let us wait in vain
-is left alone for twice that time; one that refused at once may be asked at once for a start that is named there later: who
-restarts has an address before anybody can name it. Events come in as method calls with the time; what is to be sent comes out
-of `take`.
+time.
+
+    idle ──> named ──> sought ──> reached ──> asked ──> idle
+                          └──────────────────────┴──> idle (nobody was reached, or it did not answer)
+
+To seek costs a socket, and is done at many addresses at once. Only what is reached takes one of the few places of those that
+are asked, a quarter of which is kept for addresses that have answered before. Addresses that failed are sought after those
+that were never tried, of which the newest and the oldest take turns. So the next one that is named is sought within the time
+that one is waited for, however many silent ones were named. An address that let us wait in vain is left alone for twice that
+time, and for longer each time after that. One that refused at once may be asked at once for a start that is named there
+later: who restarts has an address before anybody can name it. Events come in as method calls with the time; what is to be
+done comes out of `seek` and `take`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kvferry.errors import plain
 from kvferry.session.messages import MAX_LEASES, Hello, Release, Renew
 from kvferry.session.reference import Lease, Reference
 
 T = TypeVar("T")
+
+_LONGEST_BACK_OFF: Final = 4
+"""An address that never answers is left alone for up to 2 to this power times what it was waited for."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,15 @@ class PeerKey:
     def __str__(self) -> str:
         """Names come from others."""
         return plain(f"{self.engine} at {self.address}")
+
+
+@dataclass(frozen=True)
+class Sought:
+    """Find out whether a session is spoken at an address, and report it with `reached` or `unanswered`; `first`: it was never
+    tried before."""
+
+    address: str
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -88,21 +110,26 @@ class _Peer(Generic[T]):
         return not self.asking and self.open(now)
 
 
+class _Step(Enum):
+    IDLE = "idle"
+    NAMED = "named"
+    SOUGHT = "sought"
+    REACHED = "reached"
+    ASKED = "asked"
+
+
 @dataclass
 class _Address:
-    """Where producers are asked; `proven` once somebody has answered there. `heard`: when the latest of the greetings began
-    that were answered."""
+    """Where producers are asked; `proven` once somebody has answered there. `began`: when the step did that is under way.
+    `failures`: how often in turn it did not answer. `heard`: when the latest of the greetings began that were answered."""
 
-    began: float | None = None
-    waiting: bool = False
+    step: _Step = _Step.IDLE
+    began: float = 0.0
     proven: bool = False
+    failures: int = 0
     reason: str = ""
     retry_at: float = 0.0
     heard: float = -math.inf
-
-    @property
-    def busy(self) -> bool:
-        return self.waiting or self.began is not None
 
 
 @dataclass
@@ -117,14 +144,23 @@ class _Leases:
 
 class Consumer(Generic[T]):
     """`T` is what the driver makes of a welcome: manifests, plans. Of more than `most` producers those without a lease are
-    forgotten, and so is an earlier start of one that is met again. At most `asking` greetings are under way, a quarter of them
-    kept for addresses that have answered before."""
+    forgotten, and so is an earlier start of one that is met again. At most `seeking` addresses are sought at a time. At most
+    `asking` greetings are under way, a quarter of them kept for addresses that have answered before."""
 
-    def __init__(self, hello: Hello, retry_s: float = 5.0, renew_s: float = 5.0, most: int = 256, asking: int = 32) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        retry_s: float = 5.0,
+        renew_s: float = 5.0,
+        most: int = 256,
+        asking: int = 32,
+        seeking: int = 512,
+    ) -> None:
         self._hello, self._retry_s, self._renew_s, self._most = hello, retry_s, renew_s, most
         self._reader = f"{hello.engine}@{hello.incarnation}"[:256]
-        self._asking, self._unproven = asking, max(1, asking - asking // 4)
+        self._asking, self._unproven, self._seeking = asking, max(1, asking - asking // 4), seeking
         self._peers: dict[PeerKey, _Peer[T]] = {}
+        self._at: dict[str, dict[PeerKey, None]] = {}
         self._addresses: dict[str, _Address] = {}
         self._leases: dict[PeerKey, _Leases] = {}
         self._words: list[Word] = []
@@ -144,13 +180,14 @@ class Consumer(Generic[T]):
                 return
         else:
             self._make_room()
-            known = self._peers[peer] = _Peer(now, used_at=now)
+            known = self._know(peer, _Peer(now, used_at=now))
         address = self._addresses.setdefault(peer.address, _Address())
         if now < address.retry_at:
             self._refuse(known, address.reason, now, address.retry_at)
             return
         known.asking, known.since = True, now
-        address.waiting = address.waiting or address.began is None
+        if address.step is _Step.IDLE:
+            address.step = _Step.NAMED
 
     def doubt(self, peer: PeerKey, now: float) -> None:
         """Something failed that was read from the producer: ask whether it is still there before the next load, again if it is
@@ -169,21 +206,21 @@ class Consumer(Generic[T]):
         at the address are gone, but for those named since it was sent, who may have come there in the meantime. What was sent
         before another that was answered says nothing any more. Whoever is left to be asked for then, is."""
         place = self._addresses.setdefault(address, _Address())
-        place.proven, place.reason, place.retry_at = True, "", 0.0
+        place.proven, place.failures, place.reason, place.retry_at = True, 0, "", 0.0
         under_way = began is None
         if began is None:
-            began, place.began = now if place.began is None else place.began, None
+            began, place.step = place.began if place.step is _Step.ASKED else now, _Step.IDLE
         late, place.heard = began < place.heard, max(began, place.heard)
         here = answer.peer
         if answer.found is not None and not late:
             self.known(here, answer.found, answer.lease_s, began)
         elif here in self._peers and not late:
             self._refuse(self._peers[here], answer.reason, now, now + self._retry_s)
-        for peer, known in self._peers.items():
-            if peer.address != address or not known.asking:
+        for peer, known in self._named(address):
+            if not known.asking:
                 continue
             if late or known.since > began:
-                place.waiting = place.waiting or under_way
+                place.step = _Step.NAMED if under_way else place.step
                 continue
             gone = (
                 f"{address} is {here.engine} since its start {here.incarnation}; "
@@ -195,23 +232,33 @@ class Consumer(Generic[T]):
         """A greeting came to nothing, for everybody who was named at the address. Those named since it was sent may have come
         there in the meantime, and are asked for as soon as the address may be."""
         place = self._addresses.setdefault(address, _Address())
-        began = now if place.began is None else place.began
-        took = now - began
-        place.began, place.reason, place.retry_at = None, reason, now + 2 * took
-        for peer, known in self._peers.items():
-            if peer.address == address and known.asking:
+        began = place.began if place.step in (_Step.SOUGHT, _Step.REACHED, _Step.ASKED) else now
+        place.failures += 1
+        took = (now - began) * 2 ** min(place.failures, _LONGEST_BACK_OFF)
+        place.step, place.reason, place.retry_at = _Step.IDLE, reason, now + took
+        for _, known in self._named(address):
+            if known.asking:
                 retry_at = now + self._retry_s if known.since <= began else now
                 self._refuse(known, reason, now, max(place.retry_at, retry_at))
 
     def known(self, peer: PeerKey, found: T, lease_s: float, began: float) -> None:
         """What the driver made of the welcome to a greeting that `began` then, which answers doubts from before; leases there
         are renewed three times in `lease_s` at least."""
-        known = self._peers.setdefault(peer, _Peer(0.0))
+        known = self._peers.get(peer) or self._know(peer, _Peer(0.0))
         known.found, known.reason, known.renew_s = found, "", min(self._renew_s, lease_s / 3)
         known.sure_at, known.asking = max(known.sure_at, began), False
-        for other in self._idle():
-            if other.address == peer.address and other != peer:
+        for other, _ in self._named(peer.address):
+            if other != peer and self._is_idle(other):
                 self._forget(other)
+
+    def _know(self, peer: PeerKey, known: _Peer[T]) -> _Peer[T]:
+        self._peers[peer] = known
+        self._at.setdefault(peer.address, {})[peer] = None
+        return known
+
+    def _named(self, address: str) -> list[tuple[PeerKey, _Peer[T]]]:
+        """All starts that are known of producers there."""
+        return [(peer, self._peers[peer]) for peer in self._at.get(address, ())]
 
     def _refuse(self, known: _Peer[T], reason: str, now: float, retry_at: float) -> None:
         known.reason, known.retry_at, known.sure_at, known.asking = reason, retry_at, now, False
@@ -285,17 +332,38 @@ class Consumer(Generic[T]):
             while some := tuple(islice(every, MAX_LEASES)):
                 self._words.append(Word(key.address, Renew(key.incarnation, some)))
 
+    def seek(self, now: float) -> tuple[Sought, ...]:
+        """Which addresses are to be sought now. Those that have answered come first, then those that were never tried."""
+        room = self._seeking - sum(place.step is _Step.SOUGHT for place in self._addresses.values())
+        named = [(address, place) for address, place in self._addresses.items() if place.step is _Step.NAMED]
+        if not named or room <= 0:
+            return ()
+        proven = [found for found in named if found[1].proven]
+        fresh = deque(found for found in named if not found[1].proven and not found[1].failures)
+        failed = [found for found in named if not found[1].proven and found[1].failures]
+        turns = [fresh.pop() if turn % 2 else fresh.popleft() for turn in range(len(fresh))]
+        out = [*proven, *turns, *sorted(failed, key=lambda found: found[1].failures)][:room]
+        for _, place in out:
+            place.step, place.began = _Step.SOUGHT, now
+        return tuple(Sought(address, not place.proven and not place.failures) for address, place in out)
+
+    def reached(self, address: str) -> None:
+        """A session is spoken there."""
+        place = self._addresses.get(address)
+        if place is not None and place.step is _Step.SOUGHT:
+            place.step = _Step.REACHED
+
     def take(self, now: float) -> tuple[tuple[Greeting, ...], tuple[Word, ...]]:
         """What is to be sent now; greetings of addresses that are proven come first."""
         words, self._words = tuple(self._words), []
-        under_way = sum(place.began is not None for place in self._addresses.values())
-        unproven = sum(place.began is not None and not place.proven for place in self._addresses.values())
+        asked = [place for place in self._addresses.values() if place.step is _Step.ASKED]
+        under_way, unproven = len(asked), sum(not place.proven for place in asked)
         greetings = []
-        waiting = [(address, place) for address, place in self._addresses.items() if place.waiting and place.began is None]
-        for address, place in sorted(waiting, key=lambda found: not found[1].proven):
+        reached = [(address, place) for address, place in self._addresses.items() if place.step is _Step.REACHED]
+        for address, place in sorted(reached, key=lambda found: not found[1].proven):
             if under_way >= self._asking or (not place.proven and unproven >= self._unproven):
                 continue
-            place.waiting, place.began = False, now
+            place.step, place.began = _Step.ASKED, now
             under_way, unproven = under_way + 1, unproven + (not place.proven)
             greetings.append(Greeting(address, self._hello))
         return tuple(greetings), words
@@ -308,17 +376,24 @@ class Consumer(Generic[T]):
     def _idle(self) -> list[PeerKey]:
         return [key for key, peer in self._peers.items() if not peer.asking and key not in self._leases]
 
+    def _is_idle(self, key: PeerKey) -> bool:
+        return not self._peers[key].asking and key not in self._leases
+
     def _make_room(self) -> None:
         excess = len(self._peers) + 1 - self._most
         if excess > 0:
             for key in sorted(self._idle(), key=lambda k: self._peers[k].used_at)[:excess]:
                 self._forget(key)
-        spare = [address for address, place in self._addresses.items() if not place.busy]
+        excess = len(self._addresses) + 1 - self._most
+        spare = [] if excess <= 0 else [address for address, place in self._addresses.items() if place.step is _Step.IDLE]
         spare.sort(key=lambda address: self._addresses[address].proven)
-        for address in spare[: max(0, len(self._addresses) + 1 - self._most)]:
+        for address in spare[: max(0, excess)]:
             del self._addresses[address]
 
     def _forget(self, key: PeerKey) -> None:
+        del self._at[key.address][key]
+        if not self._at[key.address]:
+            del self._at[key.address]
         if self._peers.pop(key).found is not None:
             self._forgotten.append(key)
 

@@ -10,16 +10,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import zmq
 
 from kvferry.errors import KVFerryError, SessionError, printable
-from kvferry.session.consumer import Answer, Consumer, Greeting, PeerKey, Word, key_of
+from kvferry.session.consumer import Answer, Consumer, Greeting, PeerKey, Sought, Word, key_of
+from kvferry.session.finding import Finder, Number
 from kvferry.session.key import Key, Keys, is_number, reach
 from kvferry.session.messages import Hello, Welcome, pack
 from kvferry.session.reference import Reference
-from kvferry.session.wire import Number, ask_at, dial, find
+from kvferry.session.wire import ask_at, dial, find, looked_up, not_found, reach_s
 from kvferry.transport.metadata import refuse_elsewhere
 
 logger = logging.getLogger("kvferry.session")
@@ -34,6 +35,8 @@ _LINGER_MS: Final = 500
 _UNTAKEN: Final = 1 << 16
 _ENDS: Final = 64
 _NUMBERS: Final = 1024
+_LOOKUPS: Final = 32
+"""Names that are looked up at a time."""
 _CLOSE_S: Final = 5.0
 _UNREAD: Final = {zmq.RCVHWM: 1}
 """Nobody has anything to say in reply to words on leases."""
@@ -52,10 +55,14 @@ class Courier(Generic[T]):
         self._consumer: Consumer[T] = Consumer(hello, asking=asking)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._context = zmq.Context()
+        self._finder = Finder(self._found)
         self._ends: dict[tuple[Number, Key], zmq.Socket[bytes]] = {}
         self._numbers: dict[str, Number] = {}
         self._forgotten: deque[PeerKey] = deque(maxlen=_UNTAKEN)
+        self._found_at: dict[str, Number] = {}
+        self._names: deque[tuple[Sought, str, int]] = deque()
         self._asking: set[threading.Thread] = set()
+        self._looking: set[threading.Thread] = set()
         self._stop, self._urgent = threading.Event(), threading.Event()
         self._ended = ""
         self._thread = threading.Thread(target=self._run, name="kvferry-courier", daemon=True)
@@ -85,7 +92,9 @@ class Courier(Generic[T]):
     def introduce(self, address: str) -> T:
         """Meet a producer now, before any request names it; raises where that fails."""
         began = time.monotonic()
-        welcome = self._ask(address, self._hello)
+        number = find(address, self._keys, self._timeout_s, self._stop)
+        self._put(lambda: self._note(address, number))
+        welcome = ask_at(address, number, self._hello, self._keys, self._timeout_s, self._stop)
         peer = PeerKey(address, welcome.engine, welcome.incarnation)
         found = self._made_of(peer, welcome)
         answer = Answer(peer, found, welcome.lease_s)
@@ -128,7 +137,8 @@ class Courier(Generic[T]):
         if self._thread.is_alive():
             logger.error("the courier does not end within %g s; it is left to the end of the process", _CLOSE_S)
             return
-        for thread in self._asking:
+        self._finder.close(max(0.0, deadline - time.monotonic()))
+        for thread in (*self._asking, *self._looking):
             thread.join(max(0.0, deadline - time.monotonic()))
         self._context.destroy(linger=_LINGER_MS)
 
@@ -170,22 +180,64 @@ class Courier(Generic[T]):
         self._consumer.part(now)
         self._consumer.renew(now)
         self._forgotten.extend(self._consumer.take_forgotten())
+        for sought in self._consumer.seek(now):
+            self._begin_to_seek(sought)
+        self._begin_to_look_up()
         greetings, words = self._consumer.take(now)
         self._asking = {thread for thread in self._asking if thread.is_alive()}
         for greeting in greetings:
             if not self._stop.is_set():
-                self._begin_to_greet(greeting)
+                number = self._found_at.pop(greeting.address)
+                self._begin(greeting.address, self._asking, self._greet, greeting, number)
         for word in words:
             self._say(word)
 
-    def _begin_to_greet(self, greeting: Greeting) -> None:
-        thread = threading.Thread(target=self._greet, args=(greeting,), name="kvferry-asking", daemon=True)
+    def _begin_to_seek(self, sought: Sought) -> None:
+        """A number is sought at once; a name is looked up first, on a thread of its own."""
+        try:
+            host, port = reach(sought.address, self._keys)
+        except KVFerryError as error:
+            self._unanswered(sought.address, str(error))
+            return
+        if is_number(host):
+            self._look_up(sought, host, port)
+        else:
+            self._names.append((sought, host, port))
+
+    def _begin_to_look_up(self) -> None:
+        """The newest first."""
+        self._looking = {thread for thread in self._looking if thread.is_alive()}
+        while self._names and len(self._looking) < _LOOKUPS:
+            sought, host, port = self._names.pop()
+            self._begin(sought.address, self._looking, self._look_up, sought, host, port)
+
+    def _look_up(self, sought: Sought, host: str, port: int) -> None:
+        try:
+            places = looked_up(sought.address, host, port)
+        except KVFerryError as error:
+            self._unanswered(sought.address, str(error))
+        else:
+            self._finder.find(sought.address, places, reach_s(self._timeout_s, sought.first))
+
+    def _found(self, address: str, found: Number | str) -> None:
+        if isinstance(found, str):
+            self._unanswered(address, not_found(address, found))
+        else:
+            self._put(lambda: self._reached(address, found), urgent=True)
+
+    def _reached(self, address: str, number: Number) -> None:
+        self._note(address, number)
+        self._found_at[address] = number
+        self._consumer.reached(address)
+
+    def _begin(self, address: str, among: set[threading.Thread], action: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=action, args=arguments, name="kvferry-asking", daemon=True)
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
-            self._unanswered(greeting.address, f"it cannot be asked: {error}; does this process have too many threads?")
+            self._unanswered(address, f"it cannot be asked: {error}; does this process have too many threads?")
         else:
-            self._asking.add(thread)
+            among.add(thread)
 
     def _say(self, word: Word) -> None:
         try:
@@ -221,10 +273,10 @@ class Courier(Generic[T]):
             raise SessionError("nobody was found there")
         return found
 
-    def _greet(self, greeting: Greeting) -> None:
+    def _greet(self, greeting: Greeting, number: Number) -> None:
         address = greeting.address
         try:
-            answer = self._answer(address, greeting.hello)
+            answer = self._answer(address, number, greeting.hello)
         except KVFerryError as error:
             self._unanswered(address, str(error))
         except BaseException as error:
@@ -237,8 +289,8 @@ class Courier(Generic[T]):
         logger.error("nothing can be read from %s: %s", address, reason)
         self._put(lambda: self._consumer.unanswered(address, reason, time.monotonic()), urgent=True)
 
-    def _answer(self, address: str, hello: Hello) -> Answer[T]:
-        welcome = self._ask(address, hello)
+    def _answer(self, address: str, number: Number, hello: Hello) -> Answer[T]:
+        welcome = ask_at(address, number, hello, self._keys, self._timeout_s, self._stop)
         peer = PeerKey(address, welcome.engine, welcome.incarnation)
         found = self._consumer.found(peer)
         if found is not None:
@@ -253,13 +305,8 @@ class Courier(Generic[T]):
             logger.exception("nothing can be read from %s", peer)
         return Answer(peer, None, welcome.lease_s, reason)
 
-    def _ask(self, address: str, hello: Hello) -> Welcome:
-        """Words go where this finds the address."""
-        number = find(address, self._keys, self._timeout_s, self._stop)
-        self._put(lambda: self._note(address, number))
-        return ask_at(address, number, hello, self._keys, self._timeout_s, self._stop)
-
     def _note(self, address: str, number: Number) -> None:
+        """Words go where the address was found."""
         self._numbers.pop(address, None)
         while len(self._numbers) >= _NUMBERS:
             self._numbers.pop(next(iter(self._numbers)))

@@ -17,24 +17,28 @@ from contextlib import suppress
 from typing import Any, Final
 
 import zmq
+from msgspec import structs
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import DecodeError, SessionError
 from kvferry.session.connections import Connections
+from kvferry.session.hearing import Hearing
 from kvferry.session.key import Key, Keys, reach
 from kvferry.session.messages import (
     ENCRYPTED,
     MAX_REQUEST,
-    SESSION_VERSION,
+    SPOKEN,
     Found,
     Hello,
     Refusal,
     Release,
     Renew,
     Seek,
+    Versions,
     Welcome,
     pack,
     unpack_request,
+    versions_of,
 )
 from kvferry.session.reference import Lease, Reference
 
@@ -87,7 +91,8 @@ class Listener:
         for end in (self._socket, self._connections.events):
             self._poller.register(end, zmq.POLLIN)
         self._tick_ms, self._watch_at = _TICK_MS, 0.0
-        self._welcome: bytes | None = None
+        self._hearing = Hearing(time.monotonic())
+        self._welcomes: dict[int | None, bytes] = {}
         self._find: Callable[[Seek], Reference | None] = lambda seek: None
         self._lock = threading.Lock()
         self._renewed: dict[str, dict[Lease, None]] = {}
@@ -99,7 +104,8 @@ class Listener:
 
     def welcome(self, welcome: Welcome, find: Callable[[Seek], Reference | None] = lambda seek: None) -> None:
         """What greetings are answered with from now on; `find` looks references up, on the listener's thread."""
-        self._welcome, self._find = pack(welcome), find
+        self._welcomes = {version: pack(structs.replace(welcome, version=version)) for version in SPOKEN}
+        self._find = find
 
     def take(self) -> list[Renew | Release]:
         """What was said since the last call, each lease once."""
@@ -126,11 +132,20 @@ class Listener:
             with suppress(BaseException):
                 logger.exception("the listener has ended: no consumer is answered, and leases end; restart the engine")
 
+    @property
+    def caught_up_at(self) -> float:
+        """Everything that had arrived by then, in `time.monotonic`, has been heard: what expires, expires by this time. Read it
+        before `take`. It stands still while the process is stopped, and after that until what was sent meanwhile is heard."""
+        return self._hearing.caught_up_at
+
     def _turn(self) -> None:
+        began, heard, rest_s = time.monotonic(), False, _TICK_MS / 1000
+        tick_s = self._tick_ms / 1000
         try:
             ready = dict(self._poller.poll(self._tick_ms))
-            worked = time.thread_time()
+            worked, rest_s = time.thread_time(), 0.0
             if self._socket in ready:
+                heard = True
                 self._hear()
             if self._connections.events in ready or time.monotonic() >= self._watch_at:
                 self._watch()
@@ -138,17 +153,19 @@ class Listener:
             if self._keys.first != self._key:
                 self._answer_to(self._keys.first)
             if ready:
-                self._stop.wait(min(_REST * (time.thread_time() - worked), _LONGEST_REST_S))
+                rest_s = min(_REST * (time.thread_time() - worked), _LONGEST_REST_S)
         except Exception:
             logger.exception("the listener stumbled; it goes on")
-            self._stop.wait(_TICK_MS / 1000)
+        self._hearing.turned(began, heard, began + tick_s + rest_s)
+        if rest_s:
+            self._stop.wait(rest_s)
 
     def _answer_to(self, key: Key) -> None:
         """Connections end, and their peers make new ones, by the other key if they have two. The port stays open: who connects
         meanwhile waits in its queue."""
         self._watch()
         self._socket.unbind(self._endpoint)
-        self._connections.close()
+        self._connections.release()
         _secure(self._socket, key)
         self._socket.setsockopt(zmq.USE_FD, os.dup(self._door.fileno()))
         self._socket.bind(self._endpoint)
@@ -197,12 +214,12 @@ class Listener:
         if not isinstance(message, Hello):
             self._keep(message)
             return None
-        if message.version != SESSION_VERSION:
-            return pack(Refusal(f"sessions of version {message.version} are not spoken here, only {SESSION_VERSION}"))
+        theirs = versions_of(data) or Versions(message.version, message.version)
         self.greeted += 1
         level = logging.INFO if self.greeted < 100 else _rarely(self.greeted, logging.INFO)
         logger.log(level, "%s (%s) asks for the manifests of this engine", message.engine, message.incarnation)
-        return self._welcome or pack(Refusal("this engine is still starting; ask again"))
+        welcome = self._welcomes.get(SPOKEN.common(theirs))
+        return welcome or pack(Refusal("this engine is still starting; ask again"))
 
     def _keep(self, message: Renew | Release) -> None:
         """Words on leases that do not stand are not kept: whoever makes them up fills nothing here."""

@@ -9,25 +9,63 @@
                               <--    Found (its reference, if it came together with one that the consumer knows)
 
 Renew and Release have no answer: both may be repeated, and a lost one costs no more than waiting for the deadline.
+
+Hello, Welcome and Refusal carry `versions` beside their fields: the lowest and the highest version of the session that their
+side speaks. It is read first, whatever else the message holds, so that two releases that have no version in common tell each
+other so in words. The highest common version is spoken. A greeting of the first release has `version` alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Annotated, Final, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from kvferry.errors import DecodeError
 from kvferry.manifest.schema import Label, Manifest, Name
 from kvferry.session.reference import Lease, Reference
 
-SESSION_VERSION: Final = 1
 MAX_REQUEST: Final = 1 << 14
 MAX_WELCOME: Final = 1 << 28
 MAX_LEASES: Final = 1 << 8
 ENCRYPTED: Final = 64
 """Bytes by which a frame may grow when it is encrypted, and more: ZeroMQ's limit is on what it takes in."""
+
+Version = Annotated[int, Meta(ge=0)]
+
+
+class Versions(Struct, frozen=True, array_like=True):
+    """The lowest and the highest version of the session that a side speaks."""
+
+    lowest: Version
+    highest: Version
+
+    def common(self, other: Versions) -> int | None:
+        """The highest version that both sides speak; None if they have none in common."""
+        highest = min(self.highest, other.highest)
+        return highest if highest >= max(self.lowest, other.lowest) else None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.lowest, self.highest + 1))
+
+    def __contains__(self, version: int) -> bool:
+        return self.lowest <= version <= self.highest
+
+    def __str__(self) -> str:
+        return str(self.lowest) if self.lowest == self.highest else f"{self.lowest} to {self.highest}"
+
+
+SPOKEN: Final = Versions(1, 1)
+"""What this release speaks. A version that was released once is dropped only with a line in the changelog."""
+
+
+class _Greeting(Struct, frozen=True):
+    """What is read of a message before anything else is. These fields never change their meaning."""
+
+    versions: Versions | None = None
+    version: Version | None = None
 
 
 class Card(Struct, frozen=True):
@@ -46,22 +84,24 @@ BOTH: Final = "both"
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """The first message; `engine` and `incarnation` are the consumer's, for the producer's log."""
+    """The first message; `engine` and `incarnation` are the consumer's, for the producer's log. `version`: the lowest that the
+    consumer speaks."""
 
     engine: Name
     incarnation: Name
-    version: int = SESSION_VERSION
+    version: Version = SPOKEN.lowest
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """`role` is what the engine is, one of those above; empty where it does not say. Newer engines may be something else.
+    """`version`: the one that is spoken from now on, the highest common one.
+    `role` is what the engine is, one of those above; empty where it does not say. Newer engines may be something else.
     `grace_s`: how long after a lease has ended its blocks are still left alone."""
 
     engine: Name
     incarnation: Name
     lease_s: Annotated[float, Meta(gt=0)]
     cards: Annotated[tuple[Card, ...], Meta(min_length=1, max_length=4096)]
-    version: int = SESSION_VERSION
+    version: Version = SPOKEN.highest
     role: Label = ""
     grace_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
@@ -96,6 +136,22 @@ class Found(Struct, frozen=True, tag="found"):
     reference: Reference | None = None
 
 
+class _SentHello(Hello, frozen=True, tag="hello"):
+    versions: Versions = SPOKEN
+
+
+class _SentWelcome(Welcome, frozen=True, tag="welcome"):
+    versions: Versions = SPOKEN
+
+
+class _SentRefusal(Refusal, frozen=True, tag="refusal"):
+    versions: Versions = SPOKEN
+
+
+class VersionError(DecodeError):
+    """A greeting of a side that speaks no version of the session that this side speaks."""
+
+
 T = TypeVar("T")
 
 Request = Hello | Renew | Release | Seek
@@ -103,24 +159,55 @@ Reply = Welcome | Refusal | Found
 
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_GREETINGS: msgspec.msgpack.Decoder[_Greeting] = msgspec.msgpack.Decoder(_Greeting)
+_SENT: Final[dict[type[Struct], Callable[..., Struct]]] = {Hello: _SentHello, Welcome: _SentWelcome, Refusal: _SentRefusal}
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
 def pack(message: Request | Reply) -> bytes:
-    """Refuses what the other side would refuse for its size."""
-    data = msgspec.msgpack.encode(message)
+    """A greeting goes with the versions that this side speaks. Refuses what the other side would refuse for its size."""
+    sent = _SENT.get(type(message))
+    data = msgspec.msgpack.encode(sent(**structs.asdict(message), versions=SPOKEN) if sent is not None else message)
     cap = MAX_WELCOME if isinstance(message, Reply) else MAX_REQUEST
     if len(data) > cap:
         raise DecodeError(f"a {type(message).__name__} of {len(data):,} bytes is not sent: the other side takes {cap:,}")
     return data
 
 
+def versions_of(data: bytes) -> Versions | None:
+    """What the side speaks that sent this; None where it does not say, and of what is no message at all."""
+    try:
+        found = _GREETINGS.decode(data)
+    except _ERRORS:
+        return None
+    if found.versions is not None:
+        return found.versions
+    return Versions(found.version, found.version) if found.version is not None else None
+
+
 def unpack_request(data: bytes) -> Request:
+    """Raises VersionError for a greeting of a consumer that speaks no version that is spoken here."""
+    theirs = versions_of(data) if len(data) <= MAX_REQUEST else None
+    if theirs is not None:
+        _insist_on_a_common_version(consumer=theirs, producer=SPOKEN)
     return _unpack(_REQUESTS, data, MAX_REQUEST, "request")
 
 
 def unpack_reply(data: bytes) -> Reply:
+    """Raises VersionError for a greeting of a producer that speaks no version that is spoken here."""
+    theirs = versions_of(data) if len(data) <= MAX_WELCOME else None
+    if theirs is not None:
+        _insist_on_a_common_version(consumer=SPOKEN, producer=theirs)
     return _unpack(_REPLIES, data, MAX_WELCOME, "reply")
+
+
+def _insist_on_a_common_version(consumer: Versions, producer: Versions) -> None:
+    if consumer.common(producer) is None:
+        older = "consumer" if consumer.highest < producer.lowest else "producer"
+        raise VersionError(
+            f"the consumer speaks version {consumer} of the session, the producer {producer}: "
+            f"there is none in common; update kvferry at the {older}"
+        )
 
 
 def _unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes, most: int, noun: str) -> T:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import socket
 import threading
 import time
@@ -14,11 +12,12 @@ from typing import Any, Final
 import zmq
 
 from kvferry.errors import SessionError, plain
+from kvferry.session.finding import Number, Place, probe
 from kvferry.session.key import Key, Keys, reach
 from kvferry.session.messages import (
     ENCRYPTED,
     MAX_WELCOME,
-    SESSION_VERSION,
+    SPOKEN,
     Found,
     Hello,
     Refusal,
@@ -28,9 +27,6 @@ from kvferry.session.messages import (
     unpack_reply,
 )
 from kvferry.session.reference import Reference
-
-Number = tuple[str, int]
-"""A host's number and a port."""
 
 _TICK_MS: Final = 100
 _LINGER_MS: Final = 500
@@ -42,16 +38,12 @@ _AGAIN_S: Final = 1.0
 only the last frame can lose it."""
 _REACH_S: Final = 4.0
 """For a listener to be reached and to say its first byte, which ZeroMQ does at once, however busy the engine is."""
+_FIRST_REACH_S: Final = 2.0
+"""A packet that begins a connection and is lost is sent again after one second."""
 _ANOTHER_KEY: Final = "has it another key, or none (key_file)?"
 _ANOTHER_USER: Final = (
     "engines without key_file hear only those of the same user, container and release: name one file in key_file on both sides"
 )
-_LEFT: Final = "the port is open, and connections end at once: it is another's"
-"""A listener does this too, for a moment, when it goes over to another key."""
-_PROBES: Final = 5
-_PAUSE_S: Final = 0.05
-_SIGNATURE: Final = b"\xff"
-_TRIED: Final = 4
 
 
 class SilentError(SessionError):
@@ -68,72 +60,41 @@ def ask(address: str, hello: Hello, keys: Keys, timeout_s: float, stop: threadin
 
 
 def find(address: str, keys: Keys, timeout_s: float, stop: threading.Event | None = None) -> Number:
-    """Where a session is spoken at `address`. A name is looked up here: ZeroMQ would keep everybody waiting for it."""
-    host, port = reach(address, keys)
-    deadline = time.monotonic() + min(timeout_s, _REACH_S)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise SessionError(f"nobody listens at {address}: {error}") from None
-    reason = "no address"
-    for family, kind, protocol, _, place in found[:_TRIED]:
-        for _ in range(_PROBES):
-            with socket.socket(family, kind, protocol) as probe:
-                reason = _probe(probe, place, deadline, stop)
-            if reason != _LEFT:
-                break
-            time.sleep(_PAUSE_S)
-        if not reason:
-            scope = f"%{place[3]}" if len(place) == 4 and place[3] else ""
-            return f"{place[0]}{scope}", port
+    """Where a session is spoken at `address`; waits for it. A name is looked up here: ZeroMQ would keep everybody waiting."""
+    deadline = time.monotonic() + reach_s(timeout_s)
+    found = probe(looked_up(address, *reach(address, keys)), deadline, stop)
+    if found.found is not None:
+        return found.found
     if stop is not None and stop.is_set():
         raise SessionError(f"{address} has not answered, and this engine is closing")
-    raise SessionError(f"nobody listens at {address}: {reason}")
+    raise SessionError(not_found(address, found.reason))
 
 
-def _probe(probe: socket.socket, place: Any, deadline: float, stop: threading.Event | None) -> str:
-    """Why no session is spoken there; empty if one is."""
-    probe.setblocking(False)
+def looked_up(address: str, host: str, port: int) -> list[Place]:
+    """Where an address may lead; of a name this may take long."""
     try:
-        probe.connect(place)
-    except BlockingIOError:
-        pass
-    except OSError as error:
-        return str(error)
-    if not _wait(probe, select.POLLOUT, deadline, stop):
-        return "it is not reached; is the machine up, and the port open?"
-    failed = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if failed:
-        return str(OSError(failed, os.strerror(failed)))
-    if not _wait(probe, select.POLLIN, deadline, stop):
-        return "the port is open and says nothing: the producer is stopped, or it is another's port"
-    try:
-        heard = probe.recv(1)
-    except ConnectionResetError:
-        return _LEFT
-    except OSError as error:
-        return str(error)
-    if not heard:
-        return _LEFT
-    return "" if heard == _SIGNATURE else "the port is open and speaks no session: it is another's"
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SessionError(not_found(address, str(error))) from None
 
 
-def _wait(probe: socket.socket, what: int, deadline: float, stop: threading.Event | None) -> bool:
-    poll = select.poll()
-    poll.register(probe, what)
-    while time.monotonic() < deadline and not (stop is not None and stop.is_set()):
-        if poll.poll(_TICK_MS):
-            return True
-    return False
+def not_found(address: str, reason: str) -> str:
+    return f"nobody listens at {address}: {reason}"
+
+
+def reach_s(timeout_s: float, first: bool = False) -> float:
+    """How long a listener may take to be reached and to say its first byte. The `first` time that an address is tried, less."""
+    return min(timeout_s, _FIRST_REACH_S if first else _REACH_S, _REACH_S)
 
 
 def ask_at(
     address: str, number: Number, hello: Hello, keys: Keys, timeout_s: float, stop: threading.Event | None = None
 ) -> Welcome:
     reply = _exchange(address, number, hello, keys, timeout_s, stop)
-    if not isinstance(reply, Welcome) or reply.version != SESSION_VERSION:
-        spoken = f"sessions of version {reply.version}" if isinstance(reply, Welcome) else "out of turn"
-        raise SessionError(f"{address} speaks {spoken}, this side {SESSION_VERSION}")
+    if not isinstance(reply, Welcome):
+        raise SessionError(f"{address} speaks out of turn: it answers a greeting with another message than a welcome")
+    if reply.version not in SPOKEN:
+        raise SessionError(f"{address} answers in version {reply.version} of the session, this side speaks {SPOKEN}")
     return reply
 
 

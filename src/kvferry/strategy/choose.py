@@ -27,8 +27,9 @@ logger = logging.getLogger("kvferry.strategy")
 CARRIER: Final = "strategies"
 
 
-class _Ways(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a rank can be read: over the transport, and, where `tokens` say how, by mapping its memory."""
+class _Ways(Struct, frozen=True, array_like=True):
+    """How a rank can be read: over the transport, and, where `tokens` say how, by mapping its memory. Newer releases may add
+    ways, at the end."""
 
     direct: bytes
     tokens: Tokens = ()

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import mmap
 import os
+import random
 import re
 import secrets
 import stat
@@ -32,6 +33,8 @@ FOLDER: Final = Path("/dev/shm")
 HEADER: Final = 4096
 NONCE: Final = 16
 
+_MOST_SWEPT: Final = 1024
+"""Files of these names that are looked at when something starts: anybody may put any number there."""
 _NAME: Final = re.compile(r"kvferry-[0-9a-f]{32}")
 _TO_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Anybody may put anything there: a link, or a pipe that nobody writes to."""
@@ -48,8 +51,7 @@ class SharedBytes:
     nobody holds them any more."""
 
     def __init__(self, length: int) -> None:
-        for path in FOLDER.glob("kvferry-*"):
-            _sweep(path)
+        sweep()
         self.nonce, self.length = secrets.token_bytes(NONCE), length
         try:
             self.name, self._lock = _locked()
@@ -88,7 +90,7 @@ class OpenedBytes:
             self._file, self._map = _opened(name, nonce, HEADER + length)
         except OSError as error:
             raise TransportError(f"its shared memory {name} cannot be opened here: {error.strerror}") from error
-        self.length = length
+        self._name, self.length = name, length
         self.address = int(self.view().ctypes.data)
 
     def view(self) -> Memory:
@@ -108,10 +110,12 @@ class OpenedBytes:
         return True
 
     def close(self) -> None:
-        """Nothing may read at `address` from now on; arrays of the memory that are in use keep it."""
+        """Nothing may read at `address` from now on; arrays of the memory that are in use keep it. A dead owner's file is
+        removed: its owner cannot do that, and its memory is used up as long as it has a name."""
         with suppress(BufferError):
             self._map.close()
         if self._file >= 0:
+            _sweep(FOLDER / self._name)
             os.close(self._file)
             self._file = -1
 
@@ -171,6 +175,17 @@ def _opened(name: str, nonce: bytes, length: int) -> tuple[int, mmap.mmap]:
             raise TransportError(f"shared memory {name} is another one than the peer's")
         undo.pop_all()
     return file, memory
+
+
+def sweep() -> None:
+    """Remove what this user's dead processes left. Of very many files some are looked at, others the next time."""
+    named: list[os.DirEntry[str]] = []
+    with suppress(OSError), os.scandir(FOLDER) as found:
+        named = [entry for entry in found if _NAME.fullmatch(entry.name)]
+    for entry in random.sample(named, min(len(named), _MOST_SWEPT)):
+        with suppress(OSError):
+            if _ours(entry.stat(follow_symlinks=False)):
+                _sweep(Path(entry.path))
 
 
 def _sweep(path: Path) -> None:

@@ -31,9 +31,10 @@ class StorageEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     device: Index
 
 
-class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
+class Metadata(Struct, frozen=True):
     """Who can be reached, on which host, with which storages; `blob` is the library's own. `more` is said by whoever is around
-    the transport, to whoever is around the other: the transport takes no notice of it."""
+    the transport, to whoever is around the other: the transport takes no notice of it. Fields that a newer release adds are
+    ignored, and are not under the digest."""
 
     carrier: Name
     name: Name

@@ -97,12 +97,15 @@ class Prefills:
         if identity in self._under_way and self._producer.open(identity) is None:
             logger.error("request %s: no lease is free; its consumer will recompute it", identity)
 
-    def turn(self, messages: Iterable[Renew | Release], now: float) -> tuple[tuple[Closing, ...], tuple[Lease, ...]]:
-        """What consumers said is heard; the leases that end, and those that are new."""
+    def turn(
+        self, messages: Iterable[Renew | Release], now: float, unheard_s: float = 0.0
+    ) -> tuple[tuple[Closing, ...], tuple[Lease, ...]]:
+        """What consumers said is heard; the leases that end, and those that are new. What they said in the last `unheard_s`
+        may still wait to be heard, as after the process was stopped: no lease ends for want of it."""
         for message in messages:
             self._producer.receive(message, now)
         self._renew_siblings(now)
-        self._producer.expire(now)
+        self._producer.expire(now - unheard_s)
         closing = self._producer.take_closing()
         for end in closing:
             self._stats.count(end.ending.value)

@@ -51,6 +51,8 @@ from kvferry.session import (
     PeerKey,
     Producer,
     Reference,
+    Release,
+    Renew,
     Welcome,
     key_of,
     meet,
@@ -364,8 +366,8 @@ class SchedulerHalf:
         """For a step that has been put together, and for some of whose requests it is the `first` one."""
         computed: Mapping[str, int] = step.num_scheduled_tokens
         idle = not computed
-        heard = self._listener.take() if self._listener is not None else ()
-        closing, opened = self._prefills.turn(heard, self._clock())
+        unheard_s, heard = self._heard()
+        closing, opened = self._prefills.turn(heard, self._clock(), unheard_s)
         pending, self._pending = self._pending, Pending()
         self._doubts.ordered(step, (load.request for load in pending.loads if load.in_step))
         self._haste.new_step(idle)
@@ -390,6 +392,13 @@ class SchedulerHalf:
             return orders
         rank.begin(orders)
         return Orders(idle=orders.idle, begun=True)
+
+    def _heard(self) -> tuple[float, Sequence[Renew | Release]]:
+        """For how long consumers may have said more than what they have been heard to say, and that."""
+        if self._listener is None:
+            return 0.0, ()
+        unheard_s = time.monotonic() - self._listener.caught_up_at
+        return max(0.0, unheard_s), self._listener.take()
 
     def _with_first_tokens(self, computed: Mapping[str, int], first: Iterable[str]) -> list[Any]:
         """The requests of a step, None for those that compute more than a token, if one that came with a reference is computed

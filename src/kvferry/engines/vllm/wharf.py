@@ -16,6 +16,7 @@ from kvferry.plan import Fills
 from kvferry.session import Words
 from kvferry.session.fills import Bytes, apply_fills
 from kvferry.strategy import HostMover, Mapped, Mover, SharedBytes, Strategies
+from kvferry.strategy.shared import sweep
 from kvferry.strategy.staging import Rings
 from kvferry.transport import NixlTransport, Storage
 
@@ -34,6 +35,7 @@ class Wharf:
     def __init__(
         self, name: str, manifest: Manifest, options: Options, slots: int, identity: Identity, rings: Rings = "both"
     ) -> None:
+        sweep()
         self._manifest = manifest
         self._shared: SharedBytes | None = None
         self._mover = _mover(manifest, options)
