@@ -77,7 +77,7 @@ def assert_checked(producer: Server, consumer: Server, tokens: Prompt) -> None:
     """`kvferry check` of the two as they run: asked, compared, planned and proved; a word of every prefill rank, and a prompt's
     blocks in the layout of the decode engine, really read."""
     references = [from_params(prefill(server, tokens).params["kvferry"], own_keys()) for server in (producer, consumer)]
-    asked = ask_all([reference.address for reference in references], None, 30.0)
+    asked = ask_all([reference.address for reference in references], own_keys(), 30.0)
     assert not asked.findings
     pairs, wrong = check_engines(asked.engines)
     assert (len(pairs), wrong) == (2, [])
