@@ -37,6 +37,7 @@ from kvferry.session import (
     to_params,
 )
 from kvferry.session import key as key_module
+from kvferry.session import listener as listening
 from kvferry.session.key import keys_in
 from kvferry.session.wire import SilentError, ask
 from test_session_wire import welcome
@@ -519,6 +520,23 @@ def test_a_port_stays_open_while_its_key_is_replaced(sides, tmp_path):
     over.set()
     thread.join()
     assert refused == []
+    assert ask(f"127.0.0.1:{listener.port}", HELLO, courier._keys, PATIENCE_S).engine == "producer"
+
+
+def test_a_listener_that_cannot_turn_to_another_key_at_once_tries_again(sides, tmp_path, monkeypatch):
+    listener, courier = sides(OLD, of_lines(OLD, NEW))
+    secure, failed = listening._secure, []
+
+    def stumbles(end: Any, key: Any) -> None:
+        if len(failed) < 3:
+            failed.append(key)
+            raise OSError("unheard of")
+        secure(end, key)
+
+    monkeypatch.setattr(listening, "_secure", stumbles)
+    written(tmp_path / "there", NEW)
+    until(lambda: listener._key == keys_in(NEW, "")[0], "it answers to the other")
+    assert len(failed) == 3
     assert ask(f"127.0.0.1:{listener.port}", HELLO, courier._keys, PATIENCE_S).engine == "producer"
 
 

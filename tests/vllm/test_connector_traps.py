@@ -435,13 +435,13 @@ class TestRefusedReferences:
         with engines(Setup("llama", engine="P", role="kv_producer"), consumer) as (there, here):
             assert here.prefill("r", PROMPT) == NOTHING
             address = there.connector.scheduler._address
-            asked = ask_all([address, listen], None, 30.0)
+            asked = ask_all([address, listen], own_keys(), 30.0)
             assert [one.welcome.role for one in asked.engines] == ["producer", "consumer"]
             pairs, findings = check_engines(asked.engines)
             assert ([pair.name for pair in pairs], findings) == ([f"{address} → {listen}"], [])
             assert not pairs[0].findings
             assert pairs[0].plans
-            done = read_beacons(asked.engines[0], None)
+            done = read_beacons(asked.engines[0], own_keys())
             assert (done.ranks, done.findings) == (1, ())
 
 

@@ -76,21 +76,22 @@ def command_of(engine: Engine) -> str:
 def assert_checked(producer: Server, consumer: Server, tokens: Prompt) -> None:
     """`kvferry check` of the two as they run: asked, compared, planned and proved; a word of every prefill rank, and a prompt's
     blocks in the layout of the decode engine, really read."""
-    references = [from_params(prefill(server, tokens).params["kvferry"], own_keys()) for server in (producer, consumer)]
-    asked = ask_all([reference.address for reference in references], None, 30.0)
+    keys = own_keys()
+    references = [from_params(prefill(server, tokens).params["kvferry"], keys) for server in (producer, consumer)]
+    asked = ask_all([reference.address for reference in references], keys, 30.0)
     assert not asked.findings
     pairs, wrong = check_engines(asked.engines)
     assert (len(pairs), wrong) == (2, [])
     pair = next(one for one in pairs if one.producer.address == references[0].address)
     assert not pair.findings
     assert pair.plans
-    beacons = read_beacons(pair.producer, None)
+    beacons = read_beacons(pair.producer, keys)
     assert not errors(beacons.findings)
     assert beacons.ranks == len(pair.producer.welcome.cards)
-    blocks = read_blocks(pair, references[0], None)
+    blocks = read_blocks(pair, references[0], keys)
     assert not blocks.findings
     assert blocks.compared > 0
-    release(references[1], None)
+    release(references[1], keys)
 
 
 def assert_ours_moved_all_but_the_last_token(counts: Counters, requests: int, prompt_tokens: int) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +27,15 @@ from shared_engines import Among, Ferried, Fleet, Meter, Truth, all_given_back, 
 from crossing import architectures
 from crossing.compare import difference
 from crossing.engine import Engine
+from kvferry.errors import SessionError
 from kvferry.fleet import legs
 from kvferry.fleet.legs import Answer, Leg, Prompt, prompt
 from kvferry.fleet.patches import ASYNCHRONOUS, IN_STEP, NEARBY, TOLD
 from kvferry.fleet.server import Server, free_port
 from kvferry.fleet.zygote import Zygote
+from kvferry.session import Hello, Key, from_params, own_keys, read_keys, to_params
 from kvferry.session.reference import Reference, seal
+from kvferry.session.wire import ask
 
 pytestmark = pytest.mark.vllm
 
@@ -41,6 +45,8 @@ SHORT = ("--num-gpu-blocks-override=40", SMALL_STEPS, "--no-scheduler-reserve-fu
 QUICK = {"lease_s": 12.0, "greeting_s": 6.0, "read_s": 4.0}
 TCP = ("UCX_TLS", "tcp,self")
 LONG = 1000
+EMPTY = Key(b"", b"")
+HELLO = Hello("one", "1")
 APART = 1e-4
 
 
@@ -239,7 +245,7 @@ def _damages(nobody: str, silent: str) -> dict[str, Callable[[dict[str, Any]], N
 
 def _sealed(found: Mapping[str, Any]) -> str:
     try:
-        return seal(msgspec.convert(found, Reference, strict=False))
+        return seal(msgspec.convert(found, Reference, strict=False), own_keys().first)
     except msgspec.ValidationError:
         return "0" * 32
 
@@ -621,6 +627,71 @@ def test_engines_that_share_a_key_cross_and_others_recompute(fleet: Fleet, truth
         assert "under another key" in consumer.log.read_text()
     producer, friend = fleet.up(engines[0], llama(fleet, "friend", settings={**QUICK, "key_file": str(files[0])}))
     assert_crosses(producer, friend, truth)
+
+
+def test_a_client_with_a_reference_of_its_own_making_reads_and_spoils_nobodys_cache(pair: list[Server], truth: Truth) -> None:
+    """Its own lease and prompt with the blocks of another's, under the seal that needs no key."""
+    producer, consumer = pair
+    mine, others = prompt(300, 120), prompt(300, 121)
+    wanted, before, there = truth.of(producer, mine), meter(consumer), meter(producer)
+    given, secret = reference(producer, mine), reference(producer, others)
+    own = from_params(given["kvferry"], own_keys())
+    forged = to_params(msgspec.structs.replace(own, blocks=secret["kvferry"]["blocks"]), EMPTY)
+    assert_right(legs.decode(consumer, mine, {**given, "kvferry": forged}), wanted)
+    assert_loads(consumer, before, refused=1)
+    assert "under another key" in consumer.log.read_text()
+    assert_right(legs.ask(consumer, mine), wanted)
+    for tokens, params in ((mine, given), (others, secret)):
+        assert_right(legs.decode(consumer, tokens, params), truth.of(producer, tokens))
+    assert_loads(consumer, before, refused=1, loaded=2)
+    assert (all_given_back(producer) - there).released == 2
+
+
+def test_a_key_is_replaced_while_requests_are_loaded_and_none_is_recomputed(fleet: Fleet, truth: Truth, tmp_path: Path) -> None:
+    old, new = (name * 10 for name in ("old key ", "new key "))
+    files = {name: tmp_path / name for name in "PD"}
+    steps = [f"kvferry keys\n{old}\n{new}\n", f"kvferry keys\n{new}\n{old}\n", f"{new}\n"]
+
+    def write(name: str, content: str) -> None:
+        (tmp_path / "next").write_text(content)
+        (tmp_path / "next").chmod(0o600)
+        (tmp_path / "next").rename(files[name])
+
+    for name in files:
+        write(name, old)
+    producer, consumer = fleet.up(*(llama(fleet, f"turned {n}", settings={**QUICK, "key_file": str(files[n])}) for n in files))
+    before, crossed, over = meter(consumer), 0, threading.Event()
+    tokens = [prompt(211, 130 + seed) for seed in range(8)]
+    wanted = [truth.of(producer, it) for it in tokens]
+
+    def crossing(seed: int) -> int:
+        done = 0
+        while not over.is_set():
+            assert_right(legs.cross(producer, consumer, tokens[seed]).decode, wanted[seed])
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(4) as pool:
+        under_way = [pool.submit(crossing, seed) for seed in range(4)]
+        try:
+            for number, content in enumerate(steps):
+                sides = [("D", consumer), ("P", producer)]
+                for name, server in sides[:: -1 if number % 2 else 1]:
+                    write(name, content)
+                    until(f"{name} has read it", lambda server=server: _read_again(server), lambda seen, n=number: seen > n)
+                    time.sleep(1)
+        finally:
+            over.set()
+        crossed = sum(found.result() for found in under_way)
+    assert crossed > 20
+    assert_loads(consumer, before, loaded=crossed)
+    assert len(re.findall("answers to the key that comes first now", producer.log.read_text())) == 1
+    with pytest.raises(SessionError):
+        ask(from_params(reference(producer, tokens[0])["kvferry"], read_keys(files["P"])).address, HELLO, own_keys(), 2.0)
+
+
+def _read_again(server: Server) -> int:
+    return len(re.findall("was read again", server.log.read_text()))
 
 
 def test_two_fine_tunes_of_one_configuration_do_not_cross(fleet: Fleet, truth: Truth, tmp_path: Path) -> None:

@@ -162,9 +162,10 @@ class Listener:
 
     def _answer_to(self, key: Key) -> None:
         """Connections end, and their peers make new ones, by the other key if they have two. The port stays open: who connects
-        meanwhile waits in its queue."""
+        meanwhile waits in its queue. What fails here is tried again in the next turn."""
         self._watch()
-        self._socket.unbind(self._endpoint)
+        with suppress(zmq.ZMQError):
+            self._socket.unbind(self._endpoint)
         self._connections.release()
         _secure(self._socket, key)
         self._socket.setsockopt(zmq.USE_FD, os.dup(self._door.fileno()))
