@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -40,7 +42,7 @@ def binder() -> Binder:
 @pytest.mark.parametrize(
     ("src", "dst", "words"),
     [
-        ([1, 2, 3], [5, 5, 6], "names a block twice"),
+        ([1, 2, 3], [5, 5, 6], "the consumer's block table of group 0 names block 5 twice"),
         ([1.0, 2.0, 3.0], [4, 5, 6], "not a list of block ids"),
         (["1", "2", "3"], [4, 5, 6], "not a list of block ids"),
         ([[1, 2, 3]], [4, 5, 6], "not a list of block ids"),
@@ -83,8 +85,46 @@ def test_a_token_range_that_is_none_is_refused(tokens, start):
         binder().bind(Request(tokens, {0: [1, 2]}, {0: [1, 2]}, start))
 
 
-def test_a_block_read_twice_from_the_producer_is_allowed():
-    assert binder().bind(Request(8, {0: [1, 1]}, {0: [2, 3]})).bytes > 0
+@pytest.mark.parametrize("made", [list, np.array])
+@pytest.mark.parametrize(("blocks", "at"), [(2, 1), (9, 7), (15, 3)])
+def test_a_block_that_the_producer_names_for_two_places_is_refused(made, blocks, at):
+    """It holds the tokens of one of them at most."""
+    src = list(range(blocks))
+    src[at - 1] = src[at]
+    asked = Request(4 * blocks, {0: made(src)}, {0: list(range(blocks))})
+    for use in (binder().bind, binder().load, lambda request: binder().insist_on_source(request.tokens, request.src)):
+        with pytest.raises(BindError, match=f"the producer's block table of group 0 names block {at} twice"):
+            use(asked)
+
+
+def test_a_long_table_is_seen_to_name_a_block_twice_and_holes_as_often_as_it_likes():
+    groups = (GroupSpec(0, (LayerSpec("a", replace(LAYER, reach=Window(8))),), 4, keeps=Window(8), hashed=False),)
+    producer, consumer = (build_manifest(Identity(n, "1", "m"), groups, Layout(block=4), 5000) for n in "pd")
+    bound, order = Binder(make_plan(consumer, [producer])), np.random.default_rng(1).permutation(5000)[:2000]
+    holed = order.copy()
+    holed[:1990] = -1
+    for src in (order, order.tolist(), holed, holed.tolist()):
+        assert bound.bind(Request(8000, {0: src}, {0: order})).bytes > 0
+        twice = [*src[:1992], src[1999], *src[1993:]]
+        for table in (twice, np.array(twice)):
+            with pytest.raises(BindError, match=f"the producer's block table of group 0 names block {order[1999]} twice"):
+                bound.bind(Request(8000, {0: table}, {0: order}))
+
+
+def test_of_groups_that_overlay_each_other_none_names_a_block_twice_nor_one_of_the_others():
+    """Groups of one pool have blocks with bytes in common, and take them from one list of free ones."""
+    groups = tuple(GroupSpec(i, (LayerSpec(f"l{i}", LAYER),), 4) for i in range(2))
+    producer, consumer = (build_manifest(Identity(n, "1", "m"), groups, Layout(block=4), 16) for n in "pd")
+    bound = Binder(make_plan(consumer, [producer]))
+    fine = {0: [1, 2], 1: [3, 4]}
+    assert bound.bind(Request(8, fine, fine)).bytes > 0
+    for wrong, words in (
+        ({0: [1, 1], 1: [3, 4]}, "group 0 names block 1 twice"),
+        ({0: [1, 2], 1: [4, 2]}, "both name block 2"),
+    ):
+        for src, dst, side in ((wrong, fine, "producer"), (fine, wrong, "consumer")):
+            with pytest.raises(BindError, match=f"the {side}'s block table.*{words}"):
+                bound.bind(Request(8, src, dst))
 
 
 def test_the_count_of_runs_is_known_without_expanding_them():

@@ -20,7 +20,7 @@ from kvferry.plan.columns import Columns
 from kvferry.plan.intervals import NOTHING, Intervals, cut_at, integers, interval, subtract, union
 from kvferry.plan.overlay import Claim, Overlay
 from kvferry.plan.schema import Edge, Fill, Need, Plan
-from kvferry.plan.tables import Listed, Paged, Table, insist_on_blocks, listed, one_group_each, placed, repeats, stretch
+from kvferry.plan.tables import Listed, Paged, Table, each_block_once, insist_on_blocks, listed, placed, stretch
 from kvferry.plan.tiles import Runs, Tiles
 from kvferry.strided import Ints, merge
 
@@ -272,15 +272,12 @@ class Binder:
                 raise BindError(
                     f"{request.start} tokens held already are not whole blocks of {group.tokens} tokens of group {group.id}"
                 )
-        distinct = one_group_each(self._overlay_here, dst)
-        for group_id, table in dst.items():
-            if group_id not in distinct and repeats(table.ids):
-                raise BindError(f"{table.group.table} names a block twice")
+        each_block_once(self._overlay_here, dst)
         return src, dst
 
     def _listed_there(self, src: Mapping[int, Table]) -> dict[int, Listed]:
         out = {g: listed(src, group) for g, group in self._src_groups.items()}
-        one_group_each(self._overlay_there, out)
+        each_block_once(self._overlay_there, out)
         return out
 
     @cached_property

@@ -67,6 +67,8 @@ class Proofs:
         """The plans of all ranks of a consumer, which together read every rank of the producer, or tell it, each by one."""
         for plan, consumer in zip(plans, consumers, strict=True):
             self.prove(plan, consumer)
+        if not plans:
+            return
         told = Counter(rank for plan in plans for rank in plan.tells)
         unread = self._ranks - {source.identity.rank for plan in plans for source in plan.sources}
         for rank in sorted(self._ranks | told.keys(), key=lambda rank: rank.ordinal):

@@ -124,9 +124,23 @@ def repeats(table: Ids) -> bool:
     return bool(np.count_nonzero(same)) and int(ordered[1:][same].max()) != HOLE
 
 
-def one_group_each(overlay: Overlay, tables: Mapping[int, Listed]) -> set[int]:
-    """Refuse a block that is in the tables of two groups that overlay each other: what one wrote there, the other lost.
-    The groups that were seen to name each block once, too."""
+def each_block_once(overlay: Overlay, tables: Mapping[int, Listed]) -> None:
+    """Refuse a block that stands for two places of the sequence, in one table or in those of two groups that overlay each
+    other: what it holds is right for one of them at most."""
+    distinct = _one_group_each(overlay, tables)
+    for group_id, table in tables.items():
+        if group_id not in distinct and repeats(table.ids):
+            raise BindError(f"{table.group.table} names block {_repeated(table.ids)} twice")
+
+
+def _repeated(table: Ids) -> int:
+    found, times = np.unique(table[table != HOLE], return_counts=True)
+    return int(found[times > 1][0])
+
+
+def _one_group_each(overlay: Overlay, tables: Mapping[int, Listed]) -> set[int]:
+    """Refuse a block that is in the tables of two groups that overlay each other. The groups that were seen to name each block
+    once, too."""
     distinct: set[int] = set()
     for cluster in overlay.clusters:
         found = [tables[group].ids for group in cluster if group in tables]
