@@ -150,3 +150,24 @@ def test_a_thousand_loads_on_the_thread_leave_one_thread_until_it_is_closed():
     ferry.close()
     assert threading.active_count() == threads
     assert left(made)["reads"] == left(made)["connected"] == 0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["for good", "and met again"])
+def test_loads_whose_producer_is_forgotten_before_they_set_out_fail_and_connect_to_nothing(again):
+    made = dock(case(False, 2, 1))
+    (ferry,) = made.ferries
+    ferry.load(*[made.load(made.lease(name), name) for name in ("r0", "r1")])
+    ferry.forget(made.peer)
+    if again:
+        ferry.meet(made.meeting)
+    outcomes = made.step(20)
+    assert sorted(outcome.request for outcome in outcomes) == sorted_names(2)
+    assert all("was forgotten here" in outcome.error for outcome in outcomes)
+    assert left(made)["connected"] == (2 if again else 0)
+    if again:
+        made.hand_in(made.load(made.lease("next"), "next"))
+        assert [outcome.error for outcome in made.step(20)] == [""]
+        assert made.differing() == []
+    ferry.forget(made.peer)
+    made.step(2)
+    assert {name for name, count in left(made).items() if count} == {"landings", "different landings"}

@@ -18,8 +18,8 @@ IDLE, MOVING, ROUNDS = 1000, 10, 20
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason="a load from a stopped producer ends when the producer goes on or dies, and its request waits as long; it must fail "
-    "at read_s, with its blocks held back until nothing can land in them",
+    reason="a load from a stopped producer ends when the producer goes on or dies, and its request waits as long; it is to "
+    "fail at read_s, with its blocks held back until nothing can land in them",
 )
 def test_a_load_from_a_stopped_producer_fails_at_its_deadline_and_its_blocks_are_held_back():
     made = dock(case(False, 1, 1))

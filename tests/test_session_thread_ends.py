@@ -227,7 +227,7 @@ def test_what_always_fails_in_a_round_keeps_nothing_else_from_it(monkeypatch, wh
         warming = [it.read for it in ferry._links.warming] or list(end._reads)
         monkeypatch.setattr(end, "poll", lambda read: raising(RuntimeError())() if read in warming else poll(read))
     elif what == "command":
-        monkeypatch.setattr(ferry._links, "forget", raising(RuntimeError()))
+        monkeypatch.setattr(ferry._passage, "forget", raising(RuntimeError()))
         ferry.forget(made.peer)
     else:
         bad: list[Any] = []

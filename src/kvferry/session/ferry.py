@@ -393,7 +393,7 @@ class Ferry:
         elif isinstance(command, Meeting):
             self._links.know(command, self._passage.under_way)
         else:
-            self._links.forget(command)
+            self._passage.forget(command)
 
     def _step(self) -> None:
         self._take_in(() if self._unsettled else None)

@@ -17,6 +17,7 @@ from typing import Final
 
 from kvferry.errors import BadReferenceError, KVFerryError, SessionError, TransportError, plain
 from kvferry.plan import Fills, Request
+from kvferry.session.consumer import PeerKey
 from kvferry.session.crossing import Crossing, Filled, Link, Load, Outcome
 from kvferry.session.fills import joined
 from kvferry.session.links import Links
@@ -74,6 +75,14 @@ class Passage:
             self.under_way.append(Crossing(load, peer, loading, started))
             return self.under_way[-1]
         return None
+
+    def forget(self, key: PeerKey) -> None:
+        """Let go of a producer. Loads that have not set out fail: they would open a connection that is never closed."""
+        peer = self.links.peers.get(key)
+        self.links.forget(key)
+        for crossing in self.under_way:
+            if crossing.peer is peer and crossing.link is None:
+                self._break_off(crossing, f"{key} was forgotten here")
 
     def depart_together(self, crossings: Sequence[Crossing]) -> None:
         """Out of mapped memory, by one launch for all loads from a producer, none of which is over before all are."""
