@@ -153,7 +153,7 @@ def _online(addresses: Sequence[str], key: Key | None, canary: bool, through: Se
 
         for one in asked.engines:
             if one.is_a("producer"):
-                done = read_beacons(one, key)
+                done = read_beacons(one)
                 findings += done.findings
                 canaries.append(Canary(one.address, "beacons", done.ranks, done.compared, done.paths))
     for url in through:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvferry.errors import TransportError
 from kvferry.manifest.schema import Address, Index, Name, Offset
+from kvferry.transport.process import Process
 
 METADATA_VERSION: Final = 1
 MAX_METADATA_BYTES: Final = 16 << 20
@@ -33,7 +34,8 @@ class StorageEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
     """Who can be reached, on which host, with which storages; `blob` is the library's own. `more` is said by whoever is around
-    the transport, to whoever is around the other: the transport takes no notice of it."""
+    the transport, to whoever is around the other: the transport takes no notice of it. `process`: said by an end that is
+    reached through shared memory alone; releases before it refuse metadata that has it, and could not reach such an end."""
 
     carrier: Name
     name: Name
@@ -43,6 +45,7 @@ class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
     digest: bytes = b""
     version: Literal[1] = METADATA_VERSION
     more: Annotated[bytes, Meta(max_length=4096)] = b""
+    process: Process | UnsetType = UNSET
 
     def sealed(self) -> Metadata:
         return msgspec.structs.replace(self, digest=self._digest())
