@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ import pytest
 from kvferry.engines.vllm.options import option_troubles, read_options
 from kvferry.errors import SessionError, TransportError
 from kvferry.plan import Binder, make_plans
-from kvferry.transport import NixlOptions, NixlTransport, State
+from kvferry.transport import NixlOptions, NixlTransport
 from kvferry.transport import fence as module
 from kvferry.transport.fence import Fence, allows_tcp, fence, port_range
 from kvferry.transport.interfaces import addresses, free_ports, interface_of
-from kvferry.transport.metadata import decode_metadata, encode_metadata, this_host
+from kvferry.transport.metadata import decode_metadata, encode_metadata
 from kvferry.transport.process import Life, Process, started, this_process
 from transport_peer import allocated, at_addresses
 from transport_suite import TCP, dense_case
@@ -243,10 +243,8 @@ def test_whatever_comes_to_ucxs_wake_up_sockets_ends_nothing(posting_threads):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as one:
             for name in names:
                 for message in [*DEADLY, *drawn(1, 2000), b""]:
-                    try:
+                    with suppress(BlockingIOError):
                         one.sendto(message, "\0" + name[1:])
-                    except BlockingIOError:
-                        continue
         assert producer.poll() is None
         with running(CONSUMER, {}, told) as child:
             assert said(child) == ["done", "", True]
