@@ -14,8 +14,9 @@ from kvferry.plan import Binder, Request, make_plans
 from kvferry.transport import NixlOptions, NixlTransport, Storage
 from kvferry.transport import nixl as module
 from kvferry.transport.agent import Library
-from kvferry.transport.metadata import Metadata, StorageEntry, encode_metadata
+from kvferry.transport.metadata import Metadata, StorageEntry, encode_metadata, this_host
 from kvferry.transport.nixl import NixlRead
+from kvferry.transport.process import this_process
 from transport_peer import allocated
 from transport_suite import Case, dense_case
 
@@ -99,7 +100,14 @@ class Sea:
         self.transport = NixlTransport("d", NixlOptions(window=window), clock)
         self.transport.register(here[0].storages)
         self._kept = here, there
-        metadata = Metadata(module.CARRIER, PEER, "host", tuple(_entry(s) for s in there[0].storages), b"")
+        metadata = Metadata(
+            module.CARRIER,
+            PEER,
+            this_host(),
+            tuple(_entry(s) for s in there[0].storages),
+            b"",
+            process=this_process(),
+        )
         self.prepared = self.transport.prepare(self.plan, 0, self.transport.connect(encode_metadata(metadata)))
 
     def read(self, descriptors: int) -> NixlRead:

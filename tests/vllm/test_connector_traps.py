@@ -441,7 +441,7 @@ class TestRefusedReferences:
             assert ([pair.name for pair in pairs], findings) == ([f"{address} → {listen}"], [])
             assert not pairs[0].findings
             assert pairs[0].plans
-            done = read_beacons(asked.engines[0], own_keys())
+            done = read_beacons(asked.engines[0])
             assert (done.ranks, done.findings) == (1, ())
 
 

@@ -85,7 +85,7 @@ def assert_checked(producer: Server, consumer: Server, tokens: Prompt) -> None:
     pair = next(one for one in pairs if one.producer.address == references[0].address)
     assert not pair.findings
     assert pair.plans
-    beacons = read_beacons(pair.producer, keys)
+    beacons = read_beacons(pair.producer)
     assert not errors(beacons.findings)
     assert beacons.ranks == len(pair.producer.welcome.cards)
     blocks = read_blocks(pair, references[0], keys)

@@ -33,10 +33,14 @@ from kvferry.manifest.schema import Identity, Layer, Part, Rank, Region
 from kvferry.plan import Binder, Fills, Plan, Request, make_plans
 from kvferry.session import Card, Ferry, Keys, Load, Meeting, Outcome, Reference, Release, Words, key_of
 from kvferry.session.fills import apply_fills
+from kvferry.session.key import is_loopback, split_address
 from kvferry.session.messages import pack
 from kvferry.session.wire import dial, find
 from kvferry.strategy import Strategies
+from kvferry.strategy.choose import stays_here
 from kvferry.transport import NixlOptions, NixlTransport, Path, State, Storage
+from kvferry.transport.fence import LOOPBACK
+from kvferry.transport.interfaces import address_toward, addresses
 
 PATIENCE_S: Final = 20.0
 MOST_BYTES: Final = 2 << 30
@@ -55,18 +59,24 @@ class Carried:
     findings: tuple[Finding, ...]
 
 
-def options_for(keys: Keys) -> NixlOptions:
-    """Where no file names the keys UCX stays on this machine, as an engine's does."""
-    return NixlOptions(timeout_s=PATIENCE_S, ucx={"UCX_NET_DEVICES": "lo"} if keys.local else {})
+def options_for(metadata: bytes, address: str) -> NixlOptions:
+    """For reading an end that exported `metadata` and answers at host:port: UCX opens a port here only if it has one there."""
+    if stays_here(metadata):
+        return NixlOptions(timeout_s=PATIENCE_S)
+    here = address_toward(split_address(address)[0])
+    if is_loopback(here or LOOPBACK):
+        here = next((found for _, found in addresses() if not is_loopback(found)), LOOPBACK)
+    return NixlOptions(timeout_s=PATIENCE_S, address=here)
 
 
-def read_beacons(engine: Engine, keys: Keys) -> Carried:
+def read_beacons(engine: Engine) -> Carried:
     """The beacon of every rank of an engine."""
     findings: list[Finding] = []
     paths: dict[str, None] = {}
     compared = ranks = 0
     try:
-        transport = Strategies(NixlTransport("kvferry-check", options_for(keys)))
+        options = options_for(engine.welcome.cards[0].transport, engine.address) if engine.welcome.cards else None
+        transport = Strategies(NixlTransport("kvferry-check", options))
     except TransportError as error:
         return Carried(0, 0, (), (_unable(error, engine.address),))
     try:
@@ -146,9 +156,9 @@ def read_blocks(pair: Pair, reference: Reference, keys: Keys) -> Carried:
     """A leased request of the pair's producer, by stand-ins for the consumer; the lease is given back in any case."""
     where = pair.name
     try:
-        pages = [_pages(card, reference, keys) for card in pair.producer.welcome.cards]
+        pages = [_pages(card, reference) for card in pair.producer.welcome.cards]
         ranks = _StandIns(pair.consumer.manifests, reference)
-        plans, paths = _carry(pair, reference, ranks, keys)
+        plans, paths = _carry(pair, reference, ranks)
         wrong, compared = _differing(plans, reference, ranks, pages)
     except KVFerryError as error:
         return Carried(0, 0, (), (_failed(error, where),))
@@ -201,7 +211,7 @@ class _Pages:
         raise SessionError(f"{length} bytes at {offset} of region {region} lie in no page of the reference's blocks")
 
 
-def _pages(card: Card, reference: Reference, keys: Keys) -> _Pages:
+def _pages(card: Card, reference: Reference) -> _Pages:
     """Read the pages of all blocks of a reference whole, without regard to what is in them."""
     manifest = card.caches
     blocks = sorted({block for table in reference.tables.values() for block in _ids(table) if block >= 0})
@@ -220,7 +230,7 @@ def _pages(card: Card, reference: Reference, keys: Keys) -> _Pages:
     regions = tuple(Region(f"page{i}", len(data), int(data.ctypes.data)) for i, data in enumerate(memory))
     here = as_pages("kvferry-check", regions, [(i, 0, stride) for i, (_, _, stride) in enumerate(planes)], len(blocks))
     (plan,) = make_plans([here], [there])
-    transport = Strategies(NixlTransport("kvferry-check", options_for(keys)))
+    transport = Strategies(NixlTransport("kvferry-check", options_for(card.transport, reference.address)))
     try:
         transport.register([Storage(int(data.ctypes.data), data.nbytes) for data in memory])
         peer = transport.connect(card.transport)
@@ -285,14 +295,15 @@ def shrunk(manifest: Manifest, blocks: int) -> Manifest:
     return out
 
 
-def _carry(pair: Pair, reference: Reference, into: _StandIns, keys: Keys) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
+def _carry(pair: Pair, reference: Reference, into: _StandIns) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
     """Load the reference into stand-ins as an engine's ranks would, their lease's words included."""
     plans = make_plans(into.manifests, pair.producer.manifests)
     meeting = Meeting(key_of(reference), pair.producer.welcome.cards, plans)
     paths: dict[str, None] = {}
+    options = options_for(pair.producer.welcome.cards[0].transport, reference.address)
     for rank, (manifest, memory) in enumerate(zip(into.manifests, into.memories, strict=True)):
         words = Words(4, manifest.identity)
-        transport = Strategies(NixlTransport("kvferry-check", options_for(keys)))
+        transport = Strategies(NixlTransport("kvferry-check", options))
         storages = [Storage(int(data.ctypes.data), data.nbytes) for data in memory if data.nbytes]
         transport.register([*storages, words.storage])
 

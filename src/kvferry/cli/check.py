@@ -153,7 +153,7 @@ def _online(addresses: Sequence[str], keys: Keys, canary: bool, through: Sequenc
 
         for one in asked.engines:
             if one.is_a("producer"):
-                done = read_beacons(one, keys)
+                done = read_beacons(one)
                 findings += done.findings
                 canaries.append(Canary(one.address, "beacons", done.ranks, done.compared, done.paths))
     for url in through:

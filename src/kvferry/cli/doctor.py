@@ -17,6 +17,7 @@ from kvferry.doctor import Machine, Measured, examine, look, measure
 from kvferry.errors import SessionError, SideError
 from kvferry.findings import Finding, errors
 from kvferry.session import Keys, keys_of
+from kvferry.transport.fence import PORTS
 
 MOST_S: Final = 86_400.0
 
@@ -112,6 +113,7 @@ def _facts(machine: Machine) -> Table:
         "GPUs": ", ".join(machine.gpus) or "none",
         "GPUDirect": ("yes" if machine.gpudirect else "no") if machine.gpus else "",
         "RDMA": rdma or "none",
+        "ports of UCX": f"none if listen is loopback; else {'none, RDMA' if rdma else f'TCP {PORTS} (ucx_ports)'}",
         "environment": ", ".join(f"{name}={value}" for name, value in sorted(machine.environment.items())),
     }
     for name, value in rows.items():

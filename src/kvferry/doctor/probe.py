@@ -28,7 +28,7 @@ from kvferry.errors import KVFerryError, TransportError
 from kvferry.manifest.schema import Region
 from kvferry.plan import Binder, Request, make_plans
 from kvferry.strategy.shared import OpenedBytes, SharedBytes
-from kvferry.transport import NixlOptions, NixlTransport, State
+from kvferry.transport import NixlTransport, State
 
 PAGE: Final = 1 << 18
 START_S: Final = 40.0
@@ -49,7 +49,7 @@ class Held(msgspec.Struct, frozen=True):
 
 def nixl() -> dict[str, Any]:
     try:
-        transport = NixlTransport("kvferry-doctor", NixlOptions(ucx={"UCX_NET_DEVICES": "lo"}))
+        transport = NixlTransport("kvferry-doctor")
     except KVFerryError as error:
         return {"error": str(error), "plugins": _plugins()}
     out = {"plugins": _plugins(), "ucx": _ucx()}

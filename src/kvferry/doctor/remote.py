@@ -22,7 +22,9 @@ from kvferry.errors import KVFerryError, SessionError
 from kvferry.findings import Finding, Severity
 from kvferry.manifest.schema import Identity, Rank, Region
 from kvferry.session import Card, Keys, Listener, Welcome, Words
-from kvferry.transport import NixlTransport
+from kvferry.session.key import split_address
+from kvferry.transport import NixlOptions, NixlTransport
+from kvferry.transport.fence import PORTS
 
 BYTES: Final = 32 << 20
 NAME: Final = "kvferry-doctor"
@@ -36,7 +38,7 @@ class Berth:
         self._serving, self._closing = threading.Lock(), threading.Event()
         self._memory = allocate(size, "dram")
         self._memory.write(pattern(0, size))
-        self._transport = NixlTransport(NAME, options_for(keys))
+        self._transport = NixlTransport(NAME, NixlOptions(address=split_address(listen)[0]))
         words = Words(1, Identity(NAME, "0", "words", Rank()))
         self._words = words
         storage = self._memory.storage
@@ -100,7 +102,7 @@ def reached(address: str, keys: Keys, timeout_s: float = 5.0) -> tuple[list[Find
         return list(asked.findings), None
     (engine,) = asked.engines
     if engine.welcome.engine != NAME:
-        done = read_beacons(engine, keys)
+        done = read_beacons(engine)
         found = ", ".join(done.paths)
         meaning = f"a word of each of {done.ranks} ranks of the engine there"
         return list(done.findings), Measured(address, meaning, found, done.compared, right=not done.findings)
@@ -112,13 +114,13 @@ def reached(address: str, keys: Keys, timeout_s: float = 5.0) -> tuple[list[Find
     memory = allocate(size, "dram")
     memory.clear()
     try:
-        transport = NixlTransport(f"{NAME}-reader", options_for(keys))
+        transport = NixlTransport(f"{NAME}-reader", options_for(card.transport, address))
         try:
             answer: Answer = read_pages(transport, card.transport, region.address, memory, size, "dram")
         finally:
             transport.close()
     except KVFerryError as error:
-        cure = "look at the other machine's firewall and UCX_NET_DEVICES: UCX connects to ports of its own"
+        cure = f"let the TCP ports of ucx_ports ({PORTS}) through the firewall between the machines, both ways"
         return [Finding("path-failed", str(error), cure, where=address)], None
     findings = []
     if not answer.right:

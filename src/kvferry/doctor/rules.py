@@ -11,6 +11,7 @@ from kvferry.doctor.machine import ENOUGH_SHARED, Machine
 from kvferry.doctor.paths import HOST, TCP, Measured
 from kvferry.engines.vllm.evidence import recorded, release_of
 from kvferry.findings import Finding, Severity
+from kvferry.transport.fence import PORTS, rule
 
 NIXL_LEAST: Final = (1, 5)
 VLLM: Final = "0.32"
@@ -114,7 +115,10 @@ def _shared(machine: Machine) -> Iterator[Finding]:
 def _network(machine: Machine) -> Iterator[Finding]:
     if not machine.rdma:
         seen = "there is no RDMA device: other machines are read over TCP, and their CPUs copy every byte"
-        cure = "for engines on one machine none is needed; else use machines with RDMA (ibv_devinfo), and hand it to containers"
+        cure = (
+            "for engines on one machine none is needed, and UCX opens no port; else use machines with RDMA (ibv_devinfo), and hand "
+            f"it to containers, or let the engines' machines alone reach TCP ports {PORTS} (ucx_ports): {rule('eth0', PORTS)}"
+        )
         yield Finding("no-rdma", seen, cure, Severity.NOTE)
         return
     down = [port for port in machine.rdma if port.state != "ACTIVE"]

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from kvferry.errors import TransportError
 from kvferry.manifest.schema import Region
 from kvferry.plan import Plan, Tiles
 from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead, PeerGoneError, Token, Tokens
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport, read_together
-from kvferry.transport.metadata import Metadata, decode_metadata, encode_metadata, this_host
+from kvferry.transport.metadata import Metadata, decode_metadata, encode_metadata, open_metadata, this_host
 
 logger = logging.getLogger("kvferry.strategy")
 
@@ -44,6 +44,17 @@ class _Known:
 
     digest: bytes
     direct: bytes
+
+
+def stays_here(metadata: bytes) -> bool:
+    """Whether the end that exported this is reached through memory of its machine alone, by whatever it says it can be read."""
+    found = open_metadata(metadata)
+    if found.carrier == CARRIER:
+        try:
+            found = open_metadata(_WAYS.decode(found.blob).direct)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+            raise TransportError(f"peer {found.name} does not say how it is read ({error}); fetch its metadata again") from None
+    return found.process is not UNSET
 
 
 class Strategies:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from kvferry.errors import TransportError
+from kvferry.transport.fence import LOOPBACK, PORTS, Fence, fence, operators
 
 logger = logging.getLogger("kvferry.transport")
 
@@ -37,6 +38,8 @@ class NixlOptions:
     `window`: descriptors in flight to one peer; some NICs' send queues overflow past 4,096. Reads of at most a 64th of it are
     posted beside it.
     `timeout_s`: how long a read may go without visible progress before it fails.
+    `address`: where others reach this end. On loopback UCX opens no port; else it works over RDMA, or TCP on the interface that
+    has the address and the range `ports` ("0": any port). See `kvferry.transport.fence`.
     `backend_parameters` are NIXL's for the backend (for UCX: ucx_devices, num_workers, ucx_error_handling_mode); `ucx` are
     UCX settings beside those of `kvferry.transport.ucx`, and neither overrides the operator's environment.
     `sync`: "strict" has NIXL lock around every call, for a transport that several threads call at once; a ferry's has one.
@@ -50,6 +53,15 @@ class NixlOptions:
     ucx: Mapping[str, str] = field(default_factory=dict)
     posting_threads: int | None = None
     sync: Literal["none", "strict"] = "none"
+    address: str = LOOPBACK
+    ports: str = PORTS
+
+    @property
+    def fence(self) -> Fence:
+        """What UCX is told, beside the settings it always needs; nothing for another backend."""
+        if self.backend != "UCX":
+            return Fence(False, "", self.ucx)
+        return fence(self.address, self.ports, operators(self.ucx), 1 + self.posters)
 
     @property
     def posters(self) -> int:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvferry.errors import TransportError
 from kvferry.manifest.schema import Address, Index, Name, Offset
+from kvferry.transport.process import Process
 
 METADATA_VERSION: Final = 1
 MAX_METADATA_BYTES: Final = 16 << 20
@@ -33,8 +34,9 @@ class StorageEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 class Metadata(Struct, frozen=True):
     """Who can be reached, on which host, with which storages; `blob` is the library's own. `more` is said by whoever is around
-    the transport, to whoever is around the other: the transport takes no notice of it. Fields that a newer release adds are
-    ignored, and are not under the digest."""
+    the transport, to whoever is around the other: the transport takes no notice of it. `process`: said by an end that is
+    reached through shared memory alone; the first release refuses metadata that has it, and could not reach such an end. Fields
+    that a newer release adds are ignored, and are not under the digest."""
 
     carrier: Name
     name: Name
@@ -44,6 +46,7 @@ class Metadata(Struct, frozen=True):
     digest: bytes = b""
     version: Literal[1] = METADATA_VERSION
     more: Annotated[bytes, Meta(max_length=4096)] = b""
+    process: Process | UnsetType = UNSET
 
     def sealed(self) -> Metadata:
         return msgspec.structs.replace(self, digest=self._digest())

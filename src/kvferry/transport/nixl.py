@@ -8,6 +8,7 @@ one that is tied to a read also when a read that we gave up ends late.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import secrets
 import time
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
@@ -28,6 +30,7 @@ from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Tel
 from kvferry.transport.metadata import Metadata, StorageEntry, decode_metadata, encode_metadata, this_host
 from kvferry.transport.order import ascending
 from kvferry.transport.peers import Flight, Lists, NixlPrepared, NixlRead, Peer, Peers
+from kvferry.transport.process import Life, this_process
 from kvferry.transport.windows import Merging, small
 
 logger = logging.getLogger("kvferry.transport")
@@ -45,6 +48,23 @@ _PASSED_OVER: Final = 64
 _TELLING: Final = 1 << 14
 """More bytes than this say how a peer is read: UCX takes other ways for a few of them, and for host memory, where the words lie
 that a session reads to warm a connection up."""
+_LOOK_S: Final = 0.05
+"""How often it is asked whether a peer's process lives."""
+_DRAINS: Final = 256
+"""So often is UCX's queue looked through after a peer's death, four times what fits into it, until nothing can be in it that
+the dead process wrote. UCX itself does not take a process for dead that its parent has not waited for."""
+_LINGER_S: Final = 1.0
+_CLOSE_S: Final = 5.0
+"""How long a closing end waits for UCX to end the reads from dead peers, where a progress thread would go on with them."""
+_GONE: Final = "its process has ended"
+_LISTEN: Final = "give both a `listen` address that is not loopback, and the same key_file"
+_NEAR: Final = (
+    "UCX opens no port here, since this end's address is loopback: "
+    "set `listen` to this machine's address (a decode engine too; port 0 will do), and key_file"
+)
+_SHARE_IPC: Final = (
+    "UCX's shared memory does not lead there: let the containers share the IPC and PID namespaces and run as one user, or "
+) + _LISTEN
 
 
 class NixlTransport:
@@ -57,9 +77,13 @@ class NixlTransport:
         self.options = options or NixlOptions()
         self.name = f"{name}#{secrets.token_hex(4)}"
         self._clock = clock
-        with ucx.environment(self.options.ucx):
+        self._fence = self.options.fence
+        if self._fence.words:
+            logger.warning("%s: %s", self.name, self._fence.words)
+        with ucx.environment(self._fence.settings):
             self._library = library()
             self._started, self.progresses = start(self.name, self.options, self._library)
+        self._stuck = ""
         self._storages: list[Storage] = []
         self._registered: list[Any] = []
         self._peers = Peers()
@@ -91,7 +115,8 @@ class NixlTransport:
     def metadata(self) -> bytes:
         storages = tuple(StorageEntry(s.address, s.length, s.memory, s.device) for s in self._storages)
         blob = self._agent.get_agent_metadata()
-        return encode_metadata(Metadata(CARRIER, self.name, this_host(), storages, blob))
+        process = this_process() if self._fence.near else UNSET
+        return encode_metadata(Metadata(CARRIER, self.name, this_host(), storages, blob, process=process))
 
     def connect(self, metadata: bytes) -> str:
         found = decode_metadata(metadata, CARRIER)
@@ -100,15 +125,36 @@ class NixlTransport:
         if found.name == self.name:
             self._peers.add(found)
             return found.name
+        self._refuse_unreachable(found)
         try:
             loaded = self._agent.add_remote_agent(found.blob)
         except self._library.errors as error:
-            raise TransportError(f"peer {found.name}: NIXL does not accept its metadata: {error}; fetch it again") from error
+            cure = _SHARE_IPC if self._fence.near else "fetch it again"
+            raise TransportError(f"peer {found.name}: NIXL does not accept its metadata: {error}; {cure}") from error
         name = loaded.decode("utf-8", "replace") if isinstance(loaded, bytes) else str(loaded)
         if name != found.name:
             raise TransportError(f"peer {found.name} sends NIXL metadata of {name}; fetch its own")
-        self._peers.add(found)
+        self._peers.add(found, None if found.process is UNSET else Life(found.process))
         return name
+
+    def _refuse_unreachable(self, found: Metadata) -> None:
+        """One end without a port and one with, or two that share no process numbers, would wait for each other in silence."""
+        if self.options.backend != "UCX" or (not self._fence.near and found.process is UNSET):
+            return
+        if found.host != this_host():
+            raise TransportError(f"peer {found.name} is on another machine, and {_NEAR}")
+        if not self._fence.near:
+            raise TransportError(f"peer {found.name} can be reached from its machine's loopback only: {_LISTEN}")
+        if found.process is UNSET:
+            raise TransportError(
+                f"peer {found.name} opens a UCX port, and this end none: it runs an older release of KVFerry, or listens "
+                f"beyond this machine; run the same release on both, and {_LISTEN}"
+            )
+        if found.process.namespace != this_process().namespace:
+            raise TransportError(
+                f"peer {found.name} is in another PID namespace, where UCX's shared memory does not lead: let the containers "
+                f"share one (docker --pid, Kubernetes shareProcessNamespace), or {_LISTEN}"
+            )
 
     def prepare(self, plan: Plan, source: int, peer: str) -> NixlPrepared:
         known = self._peers.connected(peer)
@@ -154,6 +200,9 @@ class NixlTransport:
         is_small = left <= small(self.options.window)
         read = NixlRead(prepared, notification, waiting, len(waiting), left, is_small, self._clock(), peer.round)
         peer.reads[read] = None
+        if self._ended(peer):
+            self._fail(read, _GONE)
+            return read
         if read.small:
             while read.waiting:
                 self._post(peer, read)
@@ -178,10 +227,47 @@ class NixlTransport:
         peer.round += 1
         for read in tuple(peer.reads):
             self._land(peer, read)
+        if self._ended(peer):
+            for read in tuple(peer.reads):
+                self._end(peer, read)
+            return
         self._dispatch(peer)
         now = self._clock()
         for read in tuple(peer.reads):
             self._settle(peer, read, now)
+
+    def _ended(self, peer: Peer) -> bool:
+        """Whether the peer's process was seen to end; asked now and then."""
+        if peer.life is None or peer.ended_at is not None:
+            return peer.ended_at is not None
+        now = self._clock()
+        if now - peer.looked_at < _LOOK_S:
+            return False
+        peer.looked_at = now
+        if not peer.life.ended:
+            return False
+        peer.ended_at = now
+        logger.info("peer %s: %s", peer.metadata.name, _GONE)
+        if not peer.idle and self._emulated(peer):
+            self._stuck = peer.metadata.name
+        return True
+
+    def _end(self, peer: Peer, read: NixlRead) -> None:
+        """A read of a dead peer that is not over by now; what has arrived of it counts."""
+        if read.state is State.RUNNING and (read.waiting or read.flying):
+            self._fail(read, _GONE)
+        elif read.state is State.RUNNING:
+            self._finish(peer, read)
+
+    def _emulated(self, peer: Peer) -> bool:
+        return self._path(peer).name.startswith("emulation")
+
+    def _drained(self, peer: Peer) -> bool:
+        """Whether nothing that a dead peer wrote can still be on its way here."""
+        if peer.ended_at is None or not self._emulated(peer):
+            return False
+        peer.drained += 1
+        return peer.drained > _DRAINS and self._clock() - peer.ended_at > _LINGER_S
 
     def _dispatch(self, peer: Peer) -> None:
         """Post windows while there is room, not so long that whoever waits for a round would notice."""
@@ -210,7 +296,15 @@ class NixlTransport:
             return
         since = read.moved_at if read.flying else max(read.moved_at, peer.moved_at)
         if now - since > self.options.timeout_s:
-            self._fail(read, f"nothing arrived for {self.options.timeout_s:g} s: it is stopped, overloaded or unreachable")
+            self._fail(read, f"nothing arrived for {self.options.timeout_s:g} s: {self._silence(peer)}")
+
+    def _silence(self, peer: Peer) -> str:
+        if not self._stuck or self._stuck == peer.metadata.name or not self._emulated(peer):
+            return "it is stopped, overloaded or unreachable"
+        return (
+            f"it is stopped or overloaded, or {self._stuck}, which died while it was read, has blocked UCX's queue here: "
+            f"if no peer can be read, start this engine again"
+        )
 
     def _post(self, peer: Peer, read: NixlRead) -> None:
         """Post the next window of a read; the only calls that a window costs before it lands are these two."""
@@ -248,6 +342,10 @@ class NixlTransport:
                 status = str(error) or type(error).__name__
             if status == "DONE":
                 self._landed(peer, read, flight)
+            elif status == "PROC" and self._drained(peer):
+                flight.over = True
+                self._fail(read, _GONE)
+                self._let_go(peer, read, flight)
             elif status != "PROC":
                 flight.over = True
                 self._let_go(peer, read, flight)
@@ -329,7 +427,8 @@ class NixlTransport:
         return True
 
     def notify(self, peer: str, message: bytes) -> None:
-        self._peers.connected(peer)
+        if self._ended(self._peers.connected(peer)):
+            raise TransportError(f"peer {peer}: {_GONE}; forget it")
         try:
             self._agent.send_notif(peer, message)
         except self._library.errors as error:
@@ -344,7 +443,9 @@ class NixlTransport:
 
     def path(self, peer: str) -> Path:
         """How reads from the peer travel, known from the first one on; `kvferry.transport.ucx` says how it is found out."""
-        known = self._peers.connected(peer)
+        return self._path(self._peers.connected(peer))
+
+    def _path(self, known: Peer) -> Path:
         log = ucx.ucx_log()
         if self.options.backend != "UCX":
             return Path(self.options.backend)
@@ -388,10 +489,13 @@ class NixlTransport:
         """End the agent and with it every connection: afterwards nothing can land, whatever was in flight."""
         if self.closed:
             return
-        for name, peer in self._peers:
+        for _, peer in self._peers:
             for read in peer.reads:
                 if read.state is State.RUNNING:
                     self._fail(read, "this end was closed")
+        kept = self.progresses and self._hang_on()
+        for name, peer in self._peers:
+            for read in peer.reads:
                 for flight in tuple(read.flying):
                     self._let_go(peer, read, flight)
             self._release_lists(peer)
@@ -404,7 +508,27 @@ class NixlTransport:
             self._agent.deregister_memory(registered)
         self._registered.clear()
         self._storages.clear()
+        if kept:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._started))
         self._started = None
+
+    def _hang_on(self) -> bool:
+        """Let reads that were given up end; whether one has not. UCX's progress thread would then never end either, and whoever
+        waited for it: it is left to the process."""
+        deadline = time.monotonic() + _CLOSE_S
+        busy = True
+        while busy and time.monotonic() < deadline:
+            for _, peer in self._peers:
+                self._ended(peer)
+                for read in tuple(peer.reads):
+                    self._land(peer, read)
+            busy = any(not peer.idle for _, peer in self._peers)
+            if busy:
+                time.sleep(0.001)
+        if busy:
+            names = ", ".join(name for name, peer in self._peers if not peer.idle)
+            logger.warning("%s: reads from %s are not over, and hold their memory until this process ends", self.name, names)
+        return busy
 
 
 def _own(read: Read) -> NixlRead:

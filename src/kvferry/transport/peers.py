@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from kvferry.errors import TransportError
 from kvferry.plan.rows import PreparedRows
 from kvferry.transport.contract import State
 from kvferry.transport.metadata import Metadata
+from kvferry.transport.process import Life
 from kvferry.transport.windows import Merging, Window
 
 
@@ -72,9 +74,12 @@ class NixlRead:
 class Peer:
     """A connected peer: what it registered, what is in flight, and whether the caller has dropped it. `void` was prepared
     before it was dropped and is kept for reads that have not ended. `descriptors` counts those in flight of reads that are not
-    small, `queue` are reads with windows to post, and `round` counts how often all flights were looked at."""
+    small, `queue` are reads with windows to post, and `round` counts how often all flights were looked at. `life` tells whether
+    its process lives, `looked_at` when that was last asked, `ended_at` when it was first seen dead; `drained` counts how often
+    what it left behind was looked through since."""
 
     metadata: Metadata
+    life: Life | None = None
     prepared: list[NixlPrepared] = field(default_factory=list)
     void: list[NixlPrepared] = field(default_factory=list)
     reads: dict[NixlRead, None] = field(default_factory=dict)
@@ -84,6 +89,9 @@ class Peer:
     moved_at: float = 0.0
     dropped: bool = False
     warned: bool = False
+    looked_at: float = -math.inf
+    ended_at: float | None = None
+    drained: int = 0
 
     @property
     def idle(self) -> bool:
@@ -123,8 +131,8 @@ class Peers:
             raise TransportError(f"peer {name} is not connected; connect with its metadata first")
         return peer
 
-    def add(self, metadata: Metadata) -> None:
-        self._known[metadata.name] = Peer(metadata)
+    def add(self, metadata: Metadata, life: Life | None = None) -> None:
+        self._known[metadata.name] = Peer(metadata, life)
 
     def again(self, metadata: Metadata) -> bool:
         """Whether the peer is known, in which case it is connected from now on; raises if it has other metadata."""
@@ -139,7 +147,10 @@ class Peers:
         return True
 
     def remove(self, name: str) -> None:
-        del self._known[name]
+        life = self._known.pop(name).life
+        if life is not None:
+            life.close()
 
     def clear(self) -> None:
-        self._known.clear()
+        for name in tuple(self._known):
+            self.remove(name)

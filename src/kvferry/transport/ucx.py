@@ -179,7 +179,8 @@ def _classify(way: str) -> Path:
 
 _EMULATED: Final = (
     "UCX found no way to read this memory directly, so that the peer's CPU copies every byte, and only while it polls or has a "
-    "progress thread: give both ends RDMA devices (and GPUDirect for device memory); on one host, allow cma for host memory "
-    "and cuda_ipc for device memory in UCX_TLS"
+    "progress thread: on one machine let processes read each other's memory (containers: share the PID namespace and add "
+    "SYS_PTRACE; kernel.yama.ptrace_scope 0 or 1; no UCX_TLS without cma and cuda_ipc); between machines give both ends RDMA "
+    "devices (and GPUDirect for device memory)"
 )
 _TCP: Final = "UCX found no RDMA device both ends can use: check ibv_devinfo, UCX_TLS and UCX_NET_DEVICES on both"

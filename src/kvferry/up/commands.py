@@ -118,6 +118,7 @@ class Fleet:
         else:
             out |= {"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
             if self.apart:
+                extra["listen"] = f"[{place.host}]:0" if ":" in place.host else f"{place.host}:0"
                 extra["peers"] = [f"{it.host}:{CHANNEL_PORT + producer.index}" for producer, it in self._producers()]
         return {**out, "kv_connector_extra_config": extra} if extra else out
 

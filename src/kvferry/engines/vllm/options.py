@@ -9,12 +9,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from kvferry.errors import SessionError
+from kvferry.errors import SessionError, TransportError
 from kvferry.findings import Finding
 from kvferry.session.key import Keys, is_loopback, keys_of, split_address
 from kvferry.strategy.gathering import SLOT_S
 from kvferry.strategy.staging import BUDGET, LEAST
 from kvferry.transport import NixlOptions
+from kvferry.transport.fence import PORTS, TLS, allows_tcp, operators, port_range
 
 Seconds = Annotated[float, Meta(gt=0)]
 RETRY_S: Final = 0.25
@@ -58,7 +59,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     `warm_up`: whether an eager engine's kernels are made ready on a GPU when it starts, rather than by its first request.
     `cache_layout`: the order of the cache's axes to ask vLLM for, by vLLM's names; empty: what suits transfers best.
     `progress_thread`, `posting_threads`, `sync`, `window`, `backend`, `backend_parameters`, `ucx`: see
-    `kvferry.transport.NixlOptions`.
+    `kvferry.transport.NixlOptions`. `ucx_ports`: the TCP ports that UCX may listen on, if `listen` is not loopback; "0": any.
     """
 
     listen: str = "127.0.0.1:0"
@@ -86,19 +87,23 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     backend: str = "UCX"
     backend_parameters: dict[str, str] = msgspec.field(default_factory=dict)
     ucx: dict[str, str] = msgspec.field(default_factory=dict)
+    ucx_ports: str = PORTS
 
     @property
     def nixl(self) -> NixlOptions:
-        """Without a key UCX too stays on this machine: it asks nobody who connects for anything."""
+        """UCX opens a port only for an engine whose address is not loopback: it asks nobody who connects for anything."""
+        host = split_address(self.listen)[0]
         return NixlOptions(
             self.backend,
             self.progress_thread,
             self.window,
             self.read_s,
             self.backend_parameters,
-            dict(self.ucx) if self.key_file else {"UCX_NET_DEVICES": "lo", **self.ucx},
+            dict(self.ucx),
             self.posting_threads,
             self.sync,
+            address=self.advertise if self.advertise and not is_loopback(host) else host,
+            ports=self.ucx_ports,
         )
 
     def keys(self) -> Keys:
@@ -152,16 +157,28 @@ def option_troubles(extra: Mapping[str, Any]) -> Iterator[Finding]:
         said = [("listen on", split_address(options.listen)[0])]
         said += [("advertise", options.advertise)] if options.advertise else []
         said += [("peers with", split_address(peer)[0]) for peer in options.peers]
-    except (msgspec.ValidationError, SessionError) as error:
+        if options.ucx_ports != "0":
+            port_range(options.ucx_ports)
+    except (msgspec.ValidationError, SessionError, TransportError) as error:
         yield Finding("option-value", f"kv_connector_extra_config: {error}", _VALUES)
         return
     for option, host in said:
         if not options.key_file and not is_loopback(host):
             cure = "set key_file to a file that all sides hold, or stay on this machine (127.0.0.1)"
             yield Finding("key-needed", f"{option} {host} needs a key", cure)
+    opens = allows_tcp(operators(options.ucx).get(TLS, "^tcp"))
+    if not opens and is_loopback(split_address(options.listen)[0]) and not all(is_loopback(host) for _, host in said):
+        seen = f"listen {options.listen} is loopback, so that UCX opens no port, and {_beyond(said)} is on another machine"
+        yield Finding(
+            "listen-loopback", seen, "set listen to this machine's address (port 0 will do), or name this machine alone"
+        )
     if options.lease_most_s < options.lease_s:
         seen = f"lease_most_s {options.lease_most_s:g} is less than lease_s {options.lease_s:g}"
         yield Finding("lease-times", seen, "raise it")
+
+
+def _beyond(said: list[tuple[str, str]]) -> str:
+    return next(host for _, host in said if not is_loopback(host))
 
 
 def buffered(options: Options, buffer_device: str | None, device: str) -> Options:

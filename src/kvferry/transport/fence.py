@@ -1,0 +1,119 @@
+"""Who can reach this end's UCX: processes of this machine through shared memory alone, or a network.
+
+UCX's TCP port asks nobody who connects: a peer reads and writes this process's memory, and a few bytes end the process. So the
+port is opened only for an engine that is to be reached over a network without RDMA. On loopback UCX runs without TCP. Its
+shared memory must then report peers that died (`UCX_MM_ERROR_HANDLING`): NIXL demands that of some transport, else of TCP.
+Reads from a dead peer end with UCX's next look at it (`UCX_KEEPALIVE_INTERVAL`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvferry.errors import TransportError
+from kvferry.transport.interfaces import addresses, free_ports, has_rdma, interface_of
+
+PORTS: Final = "20000-20255"
+"""Outside the ports that Linux gives away by itself, and those of Kubernetes' services."""
+
+TLS: Final = "UCX_TLS"
+DEVICES: Final = "UCX_NET_DEVICES"
+RANGE: Final = "UCX_TCP_PORT_RANGE"
+LOOPBACK: Final = "127.0.0.1"
+
+_NEAR: Final = {TLS: "^tcp", "UCX_MM_ERROR_HANDLING": "y", "UCX_KEEPALIVE_INTERVAL": "1s"}
+_RANGE: Final = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class Fence:
+    """`near`: UCX opens no port. Else `words` say what is open, and what to put around it."""
+
+    near: bool
+    words: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """First and last port of `20000-20255`; raises TransportError for anything else."""
+    found = _RANGE.fullmatch(text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1024 <= first <= last <= 65535:
+        raise TransportError(f"{text!r} is no range of ports: write first-last, from 1024 to 65535, as ucx_ports: {PORTS}")
+    return first, last
+
+
+def fence(address: str, ports: str, said: Mapping[str, str], each: int = 1) -> Fence:
+    """What UCX is told for an end that is reached at `address`. `said`: what the operator set, in the environment or the
+    options, which stays. `each`: how many ports this process takes on every interface."""
+    loopback = is_here(address)
+    if loopback and not allows_tcp(said.get(TLS, _NEAR[TLS])):
+        return Fence(True, "", {**_NEAR, **said})
+    if not loopback and TLS not in said and has_rdma():
+        words = f"UCX reads over RDMA at {address} and opens no TCP port: keep the RDMA network for machines that you trust"
+        return Fence(False, words, {TLS: "^tcp", **said})
+    if not allows_tcp(said.get(TLS, "all")):
+        return Fence(False, "", said)
+    settings = {RANGE: ports, **said}
+    device = "lo" if loopback else interface_of(address)
+    if device:
+        settings = {DEVICES: device, **settings}
+    _require(settings, each)
+    where = settings.get(DEVICES, "all interfaces")
+    if loopback:
+        words = (
+            f"UCX listens on TCP ports {settings[RANGE]} of {where}, since {TLS}={said[TLS]} lets TCP in: "
+            f"without that setting none is open"
+        )
+        return Fence(False, words, settings)
+    words = (
+        f"UCX listens on TCP ports {settings[RANGE]} of {where} ({each} for this process), and asks nobody who connects: "
+        f"whoever reaches them reads and writes this process's memory. Let only the engines' machines in, "
+        f"for example: {rule(where, settings[RANGE])}"
+    )
+    if not device:
+        words += f". {address} is no address of this machine: name the interface with ucx, as {DEVICES}"
+    return Fence(False, words, settings)
+
+
+def rule(interface: str, ports: str) -> str:
+    """A line for a firewall, with a network to be filled in."""
+    named = "" if interface == "all interfaces" else f'iifname "{interface}" '
+    return f"nft add rule inet filter input {named}tcp dport {ports} ip saddr != ENGINES drop"
+
+
+def is_here(address: str) -> bool:
+    """Whether an address is this machine seen from itself."""
+    return address in ("", "localhost", "::1") or address.startswith("127.")
+
+
+def allows_tcp(transports: str) -> bool:
+    """Whether UCX_TLS lets TCP in, as UCX reads it."""
+    words = {word.strip().partition(":")[0].lstrip("\\") for word in transports.lower().removeprefix("^").split(",")}
+    return "tcp" not in words if transports.startswith("^") else bool(words & {"tcp", "all"})
+
+
+def operators(ucx: Mapping[str, str]) -> dict[str, str]:
+    """What was set by hand: the options' `ucx`, and over it the environment."""
+    return {**ucx, **{name: value for name, value in os.environ.items() if name in (TLS, DEVICES, RANGE)}}
+
+
+def _require(settings: Mapping[str, str], each: int) -> None:
+    """UCX looks for a free port for ever where its range has none."""
+    if settings[RANGE] == "0":
+        return
+    first, last = port_range(settings[RANGE])
+    known = {name for name, _ in addresses()}
+    for device in settings.get(DEVICES, "").split(","):
+        if device and device not in known:
+            continue
+        free = free_ports(device, first, last, each)
+        if free < each:
+            raise TransportError(
+                f"{free} of the ports {settings[RANGE]} of {device or 'this machine'} are free, and UCX needs {each} "
+                f"for this process: widen ucx_ports, or end who holds them (ss -ltnp)"
+            )
