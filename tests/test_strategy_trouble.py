@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from kvferry.errors import TransportError
 from kvferry.manifest.codec import decode, encode
 from kvferry.plan import Plan
 from kvferry.strategy import HostMover
 from kvferry.strategy.asking import AGAIN_S
 from kvferry.strategy.cost import Way
 from kvferry.strategy.flights import DetouredRead
-from kvferry.strategy.gathering import AGAIN, MARK, MAX_PLANS, MOST, SLOT_S, Introduction, pack
+from kvferry.strategy.gathering import AGAIN, MARK, MAX_PLANS, MOST, SLOT_S, Introduction, Why, pack, refusal, refused
 from kvferry.strategy.mapped import PeerGoneError
 from kvferry.strategy.movers import Ticket
 from kvferry.strategy.moves import Bound
@@ -366,4 +369,131 @@ def test_plans_that_are_used_are_remembered_longer_than_those_that_are_not():
             assert ended(made, made.read(found)) < AGAIN_S
     assert len(gathering._plans) == MAX_PLANS
     assert ended(made, made.read(found)) < AGAIN_S
+    assert made.right
+
+
+@dataclasses.dataclass
+class Refusing(HostMover):
+    """Does not make any plan's copies ready."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def prepare(self, moves: Any) -> Any:
+        raise TransportError("no memory is left for its tables")
+
+
+def refusing(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made.source.gathering, "_mover", Refusing())
+
+
+REASON = "it cannot make the plan's copies ready"
+
+
+@MAPS
+@pytest.mark.parametrize("change", ["beyond its memory", "no plan", "no copies"])
+def test_a_refused_introduction_fails_the_load_at_once_and_says_the_producers_reason(
+    maps: bool, change: str, monkeypatch: pytest.MonkeyPatch
+):
+    made = world(maps=maps)
+    reasons = {
+        "beyond its memory": "the plan leads beyond the memory that it gathers from",
+        "no plan": "its release does not accept the plan",
+        "no copies": REASON,
+    }
+    if change == "beyond its memory":
+        monkeypatch.setattr(made.source.gathering, "_storages", [])
+    elif change == "no copies":
+        refusing(made, monkeypatch)
+    else:
+        monkeypatch.setattr("kvferry.strategy.gathering.decode", lambda *_: decode(b"", Plan))
+    read = made.read(notification=b"never")
+    assert made.turn([read], 4) == [State.FAILED]
+    assert made.clock.now == 0.0
+    assert f"the producer refuses to gather, since {reasons[change]}" in read.error
+    assert made.target.release(read)
+    assert made.all_back()
+    assert made.untouched
+
+
+def either(made: World) -> ScatteredPrepared:
+    """A consumer that may read by descriptors too, though it would not choose to."""
+    made.target._settings = dataclasses.replace(made.target._settings, ways=("packed", "direct"), rates=PACKED)
+    found = made.prepare()
+    assert found.direct is not None
+    assert found.way(made.tiles) == "packed"
+    return found
+
+
+PACKED = replace(RATES, wire=replace(RATES.wire, descriptor_s=1.0))
+
+
+@MAPS
+def test_what_a_producer_refuses_to_gather_is_read_by_descriptors_at_once_and_from_then_on(
+    maps: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    made = world(maps=maps)
+    refusing(made, monkeypatch)
+    found = either(made)
+    read = made.read(found, b"done")
+    told: list[tuple[str, bytes]] = []
+    for _ in range(50):
+        told += made.source.notifications()
+        if made.target.poll(read) is State.DONE:
+            break
+    told += made.source.notifications()
+    assert read.state is State.DONE
+    assert made.clock.now == 0.0
+    assert made.right
+    assert [message for _, message in told] == [b"done"]
+    assert made.target.telemetry(read).bytes == read.size
+    assert made.target.release(read)
+    assert made.all_back()
+    assert made.target.carried["direct"] == 1
+    assert f"refuses to gather, since {REASON}" in caplog.text
+    again = made.target.read(found, made.tiles)
+    assert not isinstance(again, DetouredRead)
+    assert made.target.poll(again) is State.DONE
+
+
+@MAPS
+def test_loads_that_are_read_together_and_refused_are_read_by_descriptors(maps: bool, monkeypatch: pytest.MonkeyPatch):
+    made = world(maps=maps, budgets=(1 << 23, 1 << 23))
+    refusing(made, monkeypatch)
+    found = either(made)
+    reads = list(made.target.read_together(found, [made.tiles, made.tiles]))
+    for _ in range(50):
+        made.source.notifications()
+        if [made.target.poll(read) for read in reads] == [State.DONE] * 2:
+            break
+    assert made.right
+    assert [made.target.poll(read) for read in reads] == [State.DONE] * 2
+    assert [made.target.release(read) for read in reads].count(True) >= 1
+    assert made.all_back()
+
+
+def test_a_plan_that_is_refused_and_cannot_be_read_otherwise_fails_every_load_at_once(monkeypatch: pytest.MonkeyPatch):
+    made = world()
+    refusing(made, monkeypatch)
+    found = made.prepare()
+    read = made.read(found)
+    assert made.turn([read], 4) == [State.FAILED]
+    with pytest.raises(TransportError, match=f"it refuses to gather, since {REASON}"):
+        made.target.read(found, made.tiles)
+
+
+def test_a_consumer_of_an_earlier_release_finds_its_ticket_in_no_refusal():
+    words = np.array([0, refusal(Why.PLAN, 7), 9], np.int64)
+    assert not (words == 7).any()
+    assert refused(words, 7) == refused(words, AGAIN + 7) != ""
+    assert refused(words, 9) == refused(words, 8) == ""
+    assert "none that this release knows" in refused(np.array([-(6 * AGAIN + 7)]), 7)
+
+
+def test_a_producer_takes_no_notice_of_kinds_of_messages_that_it_does_not_know():
+    made = world()
+    read = made.read()
+    for kind in (["refusal", b"s" * 16, "why"], {"type": "newer"}, ["plan", made.source.gathering.offer.secret, 5, 6]):
+        made.source.gathering.hear(MARK + msgspec.msgpack.encode(kind))
+    assert made.finish(read) == [State.DONE]
     assert made.right

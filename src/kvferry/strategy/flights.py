@@ -65,7 +65,8 @@ class Detoured:
 @dataclass(eq=False)
 class DetouredRead:
     """`left`: bytes of staging that pieces will take which have not begun. `polled`: when it was last looked at, counted in
-    calls of `poll`."""
+    calls of `poll`. `refused`: why the producer does not gather it. Then it is read by descriptors, if `direct` was
+    prepared; `instead` is that read."""
 
     detoured: Detoured
     tiles: Mapping[Key, Tiles]
@@ -84,6 +85,9 @@ class DetouredRead:
     posting_s: float = 0.0
     state: State = State.RUNNING
     error: str = ""
+    refused: str = ""
+    direct: Prepared | None = None
+    instead: Read | None = None
 
     @property
     def peer(self) -> str:

@@ -1,7 +1,8 @@
 """The producer's part of `packed`: what consumers ask for is gathered into slots, in the order in which it was asked.
 
     asked ──> queued ──> gathering ──> ready ──> free
-                 └───────────┴───────────┴──> free, when its time is up
+                 │           └───────────┴──> free, when its time is up
+                 └──> refused ──> free
 
 A slot's word is set when its gather is seen to be complete, and wiped before anything else is written there. Nobody waits for
 a consumer: what it does not fetch is taken from it when its time is up, and it finds that out by the word, which it reads
@@ -9,6 +10,10 @@ again after the bytes.
 
 Everything here happens on the thread that takes in notifications, in the connector the ferry's, never the engine's. On a GPU
 the copies run on the mover's stream, beside whatever the engine has launched; on host memory that thread copies itself.
+
+What is asked for by a plan that was refused is refused where the consumer looks. A slot is taken for it, and its word is
+negative. It says which ticket it is about, and why (`refusal`). Consumers of earlier releases find their ticket nowhere, as
+before.
 
 Consumers introduce a plan by which they will ask, then ask by its digest: block by block, never by address. Whatever they say
 is checked: regions lie in registered storages, runs in regions, blocks in groups.
@@ -22,13 +27,16 @@ import logging
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from math import inf, prod
 from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from kvferry.bounds import holder
@@ -38,7 +46,7 @@ from kvferry.manifest.schema import Index
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.detour import MAX_PARTS
 from kvferry.strategy.mapped import Token
-from kvferry.strategy.movers import Mover, Ticket
+from kvferry.strategy.movers import Mover, Over, Ticket
 from kvferry.strategy.moves import Moves
 from kvferry.strategy.staging import SECRET, Boards, Offer, Secret, Slots, Staging
 from kvferry.strided import Ints, size
@@ -50,6 +58,9 @@ MARK: Final = b"kvferry packed 1\n"
 """How messages of this strategy begin, so that other notifications are told from them."""
 SLOT_S: Final = 10.0
 """How long a consumer may leave a slot, or its turn for one, unused."""
+_REFUSED_S: Final = 1.0
+"""How long a slot says that something is refused: a consumer that has not looked asks again, and one of an earlier release does
+not look."""
 MAX_RUNS: Final = 1 << 22
 """Runs of a plan's tiles, and so of the lines of its table: one for each run, and for every so many bytes of it (_CUT)."""
 MAX_PLANS: Final = 256
@@ -67,6 +78,35 @@ _AT_A_TIME_S: Final = 0.002
 AWAKE_S: Final = 0.02
 """How long somebody is expected to ask again, who has just been served: for the next of several pieces, or of several prompts.
 In engines on an H200 the first ask after a quiet while took 1.7 ms to be heard, where a piece's copies take 0.2 ms."""
+
+
+class Why(Enum):
+    """Why a producer does not gather; what precisely is wrong stands in its log."""
+
+    FORM = 1
+    PLAN = 2
+    COPIES = 3
+
+
+_WORDS: Final = {
+    Why.FORM: "its release does not accept the plan by which it is asked",
+    Why.PLAN: "the plan leads beyond the memory that it gathers from, or beyond a slot",
+    Why.COPIES: "it cannot make the plan's copies ready",
+}
+
+
+def refusal(why: Why, ticket: int) -> int:
+    """The word of a slot that stands for a refusal; no ticket is negative."""
+    return -(why.value * AGAIN + ticket % AGAIN)
+
+
+def refused(words: npt.NDArray[np.int64], ticket: int) -> str:
+    """Why what was asked for is refused, by the words of a board; empty if they say nothing of it."""
+    said = -words[words < 0]
+    found = said[said % AGAIN == ticket % AGAIN].tolist()
+    known = {why.value: text for why, text in _WORDS.items()}
+    return known.get(found[0] // AGAIN, "its reason is none that this release knows") if found else ""
+
 
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Number = Annotated[int, Meta(ge=1, le=MOST)]
@@ -129,9 +169,25 @@ class _Known:
     rooms: tuple[int, ...]
 
 
+class _RefusedError(TransportError):
+    """Something that is not gathered, and what the consumer is told of that."""
+
+    def __init__(self, why: Why, error: Exception) -> None:
+        super().__init__(str(error))
+        self.why = why
+
+
+@contextmanager
+def _refusing(why: Why) -> Iterator[None]:
+    try:
+        yield
+    except (KVFerryError, OverflowError, RecursionError) as error:
+        raise _RefusedError(why, error) from error
+
+
 @dataclass(eq=False)
 class _Order:
-    """`until` is when its time is up; `copies` are under way in `slot`, or complete if `ready`."""
+    """`until` is when its time is up; `copies` are under way in `slot`, or complete if `ready`. `why`: it is refused."""
 
     ask: Ask
     until: float
@@ -139,6 +195,7 @@ class _Order:
     size: int = 0
     copies: Ticket | None = None
     ready: bool = False
+    why: Why | None = None
 
 
 class Gathering:
@@ -164,6 +221,7 @@ class Gathering:
         self.offer = Offer(ring.address, ring.memory, ring.device, staging.slot, slots, board, secret, tokens)
         self._slots = Slots(slots)
         self._plans: OrderedDict[bytes, _Known] = OrderedDict()
+        self._refused: OrderedDict[bytes, Why] = OrderedDict()
         self._queue: deque[_Order] = deque()
         self._orders: dict[int, _Order] = {}
         self._leaving: list[_Order] = []
@@ -201,7 +259,13 @@ class Gathering:
         if not hmac.compare_digest(message.secret, self.offer.secret):
             raise TransportError("it does not know this end's secret: it is of another start, or nobody's")
         if isinstance(message, Introduction):
-            self._introduce(message.plan)
+            try:
+                self._introduce(message.plan)
+            except _RefusedError as error:
+                self._refused[digest_of(message.plan)] = error.why
+                while len(self._refused) > MAX_PLANS:
+                    self._refused.popitem(last=False)
+                raise
         elif isinstance(message, Free):
             for ticket in message.tickets:
                 order = self._orders.pop(ticket % AGAIN, None)
@@ -234,17 +298,22 @@ class Gathering:
         if digest in self._plans:
             self._plans.move_to_end(digest)
             return
-        plan = decode(data, Plan)
-        _checked(plan, self._storages, self._mover.memory, self._staging.slot)
-        moves = Moves(plan, 0, lambda index: plan.sources[0].regions[index].address, lambda _: self.offer.ring)
+        with _refusing(Why.FORM):
+            plan = decode(data, Plan)
+        with _refusing(Why.PLAN):
+            _checked(plan, self._storages, self._mover.memory, self._staging.slot)
+        with _refusing(Why.COPIES):
+            moves = Moves(plan, 0, lambda index: plan.sources[0].regions[index].address, lambda _: self.offer.ring)
+            held = self._mover.prepare(moves)
         there = {group.id: group.blocks for group in plan.sources[0].groups}
         known = _Known(
             moves,
-            self._mover.prepare(moves),
+            held,
             tuple(there[edge.src_group] for edge in plan.edges),
             tuple(min(size(plan.lanes[run.src_lane].digits) for run in edge.grains[0].runs) for edge in plan.edges),
             tuple(plan.consumer.group(edge.dst_group).blocks for edge in plan.edges),
         )
+        self._refused.pop(digest, None)
         self._plans[digest] = known
         while len(self._plans) > 1 and (len(self._plans) > MAX_PLANS or self._lines > MAX_HELD):
             self._plans.popitem(last=False)
@@ -272,12 +341,17 @@ class Gathering:
         ticket = order.ask.ticket % AGAIN
         if self._orders.get(ticket) is not order:
             return
-        known = self._plans.get(order.ask.plan)
-        slot = self._slots.take()
-        if known is None or slot is None:
+        known, why = self._plans.get(order.ask.plan), self._refused.get(order.ask.plan)
+        if known is None and why is None:
             del self._orders[ticket]
-            if slot is not None:
-                self._slots.give(slot)
+            return
+        slot = self._slots.take()
+        if slot is None:
+            self._queue.appendleft(order)
+            return
+        order.slot = slot
+        if known is None or why is not None:
+            self._refuse(order, why or Why.FORM)
             return
         self._plans.move_to_end(order.ask.plan)
         try:
@@ -286,15 +360,22 @@ class Gathering:
             if wanted > self._staging.slot:
                 raise TransportError(f"{wanted:,} bytes at once do not fit a slot of {self._staging.slot:,}")
             bound = known.moves.bind(tiles, dst_shift=slot * self._staging.slot)
-            order.copies, order.slot, order.size = self._mover.start(known.held, bound), slot, bound.bytes
+            order.copies, order.size = self._mover.start(known.held, bound), bound.bytes
         except Exception as error:
             # Copies are made in their order: whatever was begun of this one is over before the slot's next begins.
             del self._orders[ticket]
+            order.slot = -1
             self._slots.give(slot)
             expected = isinstance(error, TransportError)
             logger.warning("what a consumer asks for cannot be gathered: %s", error, exc_info=None if expected else error)
             return
         self._see(order)
+
+    def _refuse(self, order: _Order, why: Why) -> None:
+        """Say so in the slot's word, until the consumer has seen it or its time is up."""
+        order.why, order.copies, order.ready = why, Over(0), True
+        order.until = self._clock() + min(self._slot_s, _REFUSED_S)
+        self._set_word(order)
 
     def _see(self, order: _Order) -> None:
         if order.ready or order.copies is None or not order.copies.done:
@@ -308,8 +389,10 @@ class Gathering:
             self._set_word(order)
 
     def _set_word(self, order: _Order) -> None:
-        """Of copies that are complete and all there."""
-        if order.ready and order.copies is not None and order.copies.moved == order.size:
+        """Of copies that are complete and all there, or of a refusal."""
+        if order.why is not None:
+            self._words[order.slot] = refusal(order.why, order.ask.ticket)
+        elif order.ready and order.copies is not None and order.copies.moved == order.size:
             self._words[order.slot] = order.ask.ticket
 
     def _end(self, order: _Order) -> None:

@@ -31,6 +31,7 @@ from kvferry.plan import Plan, Tiles
 from kvferry.plan.detour import Key, Pieces, tiles_here, tiles_there
 from kvferry.strategy.asking import Asking
 from kvferry.strategy.flights import Detoured, DetouredRead, Flight, Stage
+from kvferry.strategy.gathering import refused
 from kvferry.strategy.limbo import Limbo
 from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead
 from kvferry.strategy.movers import Mover
@@ -423,6 +424,10 @@ class Landing:
                     ready.append([])
                     held = flight.piece.stop
                 ready[-1].append(flight)
+            elif said := refused(source.words, flight.ticket):
+                read.refused = said
+                read.fail(f"the producer refuses to gather, since {said}; its log says more")
+                return
             else:
                 self._asking.remind(read, flight, source)
         if source.berths is not None:

@@ -247,8 +247,9 @@ class Scattered:
             self.carried["direct"] += 1
             return self._wire.read(prepared.direct, tiles, notification)
         if detoured is None:
-            raise TransportError(f"peer {prepared.peer}: nothing was prepared that could carry this load")
-        return self._detour(detoured, tiles, notification)
+            reason = f": it refuses to gather, since {prepared.refused}" if prepared.refused else ""
+            raise TransportError(f"peer {prepared.peer}: nothing was prepared that could carry this load{reason}")
+        return self._detour(detoured, tiles, notification, prepared.direct)
 
     def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Iterator[Read]:
         """Loads that fit into one slot, and cross the wire in a moment, are gathered, read and checked as one, and are over
@@ -268,7 +269,7 @@ class Scattered:
                 for tiles in several:
                     yield self.read(prepared, tiles)
             else:
-                yield from self._shared(self._detour(detoured, whole), several)
+                yield from self._shared(self._detour(detoured, whole, direct=prepared.direct), several)
 
     def _shared(self, read: DetouredRead, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> list[SharedRead]:
         self.carried[read.detoured.way] += len(loads) - 1
@@ -290,10 +291,17 @@ class Scattered:
         self._tell(prepared, way, tiles)
         return prepared.detours.get(way)
 
-    def _detour(self, detoured: Detoured, tiles: Mapping[tuple[int, int], Tiles], notification: bytes = b"") -> DetouredRead:
+    def _detour(
+        self,
+        detoured: Detoured,
+        tiles: Mapping[tuple[int, int], Tiles],
+        notification: bytes = b"",
+        direct: Prepared | None = None,
+    ) -> DetouredRead:
         if detoured.mapped is not None:
             self._mapped.add(detoured.peer)
         read = self.landing.read(detoured, tiles, notification)
+        read.direct = direct
         self._reads.add(read)
         self.carried[detoured.way] += 1
         self._notify_if_done(read)
@@ -325,7 +333,9 @@ class Scattered:
             return read.read.state
         if not isinstance(read, DetouredRead):
             return self._wire.poll(read)
-        if read.state is State.RUNNING:
+        if read.instead is not None:
+            self._mirror(read, read.instead)
+        elif read.state is State.RUNNING:
             before = read.polled
             self.landing.poll(read)
             if read.detoured.mapped is not None and before >= self._listened:
@@ -334,8 +344,37 @@ class Scattered:
                     self._listen()
                 except TransportError as error:
                     read.fail(str(error))
+        if read.refused and read.instead is None:
+            self._read_otherwise(read)
         self._notify_if_done(read)
         return read.state
+
+    def _read_otherwise(self, read: DetouredRead) -> None:
+        """What the producer refuses to gather is read by descriptors, and so are later loads by the same plan."""
+        source, digest = read.detoured.source, read.detoured.digest
+        if source is not None and digest not in source.refused:
+            source.refused[digest] = read.refused
+            logger.warning("peer %s refuses to gather, since %s; its log says more", read.peer, read.refused)
+        if read.direct is None or read.flights:
+            return
+        try:
+            read.instead = self._wire.read(read.direct, read.tiles)
+        except TransportError as error:
+            read.error = f"{read.error}; nor can it be read by descriptors: {error}"
+            read.direct = None
+            return
+        self.carried[read.detoured.way] -= 1
+        self.carried["direct"] += 1
+        read.state, read.error = State.RUNNING, ""
+        self._mirror(read, read.instead)
+
+    def _mirror(self, read: DetouredRead, instead: Read) -> None:
+        if read.state is not State.RUNNING:
+            return
+        read.state, read.error = self._wire.poll(instead), instead.error
+        if read.state is State.DONE:
+            found = self._wire.telemetry(instead)
+            read.moved, read.runs, read.ended = found.bytes, found.runs, self._clock()
 
     def _notify_if_done(self, read: DetouredRead) -> None:
         if read.state is not State.DONE or not read.notification:
@@ -366,6 +405,9 @@ class Scattered:
             return not wanted and self.release(read.read)
         if not isinstance(read, DetouredRead):
             return self._wire.release(read)
+        if read.instead is not None and not self._wire.release(read.instead):
+            read.fail("the read was given up here")
+            return False
         if not self.landing.release(read):
             return False
         self._reads.discard(read)

@@ -34,7 +34,8 @@ logger = logging.getLogger("kvferry.strategy")
 @dataclass(eq=False)
 class Source:
     """A producer with a ring: its board as it was last read, by the `seen`th of the `begun` reads of it. `berths`: where its
-    ring is mapped, who may ask for a piece of it; as many as it has slots. `introduced`: plans by digest, and when."""
+    ring is mapped, who may ask for a piece of it; as many as it has slots. `introduced`: plans by digest, and when. `refused`:
+    plans by which it does not gather, and why."""
 
     peer: str
     offer: Offer
@@ -47,6 +48,7 @@ class Source:
     seen: int = 0
     looking: Read | None = None
     introduced: dict[bytes, float] = field(default_factory=dict)
+    refused: dict[bytes, str] = field(default_factory=dict)
     dropped: bool = False
 
 

@@ -44,7 +44,7 @@ class ScatteredPrepared:
     def way(self, tiles: Mapping[tuple[int, int], Tiles]) -> Way:
         """The best by those costs. Whether descriptors are is asked of some tiles first where there are many, since to count
         their runs takes longest."""
-        if not self.detours:
+        if not self.detours or (self.direct is None and self.refused):
             return "direct"
         staged = self._through_staging(tiles)
         if sum(len(found.src_block) for found in tiles.values()) > cost.SOME:
@@ -52,6 +52,14 @@ class ScatteredPrepared:
             if way != "direct":
                 return way
         return cost.best(self._by_descriptors(tiles, self.counter.count) | staged)
+
+    @property
+    def refused(self) -> str:
+        """Why there is no way through staging: the producer refuses to gather, and it was to."""
+        reasons = [
+            found.source.refused.get(found.digest, "") if found.source is not None else "" for found in self.detours.values()
+        ]
+        return "; ".join(reasons) if all(reasons) else ""
 
     def _by_descriptors(
         self, tiles: Mapping[tuple[int, int], Tiles], count: Callable[[Mapping[tuple[int, int], Tiles]], Counts]
@@ -64,6 +72,8 @@ class ScatteredPrepared:
         slot, cut = self.landing.staging.slot, self.landing.staging.cut
         closed = self.direct is not None and self.landing.is_stuck
         for way, found in self.detours.items():
+            if found.source is not None and found.digest in found.source.refused:
+                continue
             if closed and (found.source is None or found.source.berths is None):
                 continue
             load = cost.through(found.detour, tiles)
