@@ -459,5 +459,5 @@ class Loads(RuleBasedStateMachine):
         self.ferry.close()
 
 
-Loads.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+Loads.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
 TestLoads = Loads.TestCase
