@@ -14,7 +14,7 @@ from kvferry.manifest import Identity, Region
 from kvferry.manifest.codec import decode, encode
 from kvferry.manifest.schema import FULL, MAX_BYTES, MAX_COUNT, Group, StatePaged
 from kvferry.plan import Plan
-from kvferry.plan.rows import Rows
+from kvferry.plan.rows import PreparedRows, Rows
 from kvferry.plan.schema import Edge, Grain, Lane, Need, Run, Side
 from kvferry.strategy.gathering import MAX_HELD, Ask, Introduction, pack
 from kvferry.strategy.moves import Moves
@@ -107,6 +107,15 @@ def test_rows_become_addresses_only_inside_their_regions(row: tuple[int, int, in
     else:
         with pytest.raises(TransportError, match="leave region r"):
             place(rows, [region], [Storage(1 << 20, room)], "it")
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_that_continue_each_other_nowhere_are_counted_before_they_are_made(side: int) -> None:
+    """Tiles closer than a run is long lie in no row; a place for each of 2**40 would have been written down."""
+    lanes = [Lane(8, ((1 << 40, 7),)), Lane(8, ())]
+    plan = plan_of(Run(0, 0, 0, 0, 8, (), side, 1 - side), lanes, (1, 1), 1 << 50)
+    with pytest.raises(TransportError, match=r"1,099,511,627,776 rows .* at most 4,194,304 are prepared"):
+        PreparedRows(plan, 0)
 
 
 def asked(made: World) -> tuple[bytes, bytes]:

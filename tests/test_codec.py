@@ -14,6 +14,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+import kvferry.manifest.check
+import kvferry.plan.make
 from kvferry.errors import BindError, DecodeError, KVFerryError, ManifestError, MismatchError, ProofError
 from kvferry.manifest import (
     MAX_ENCODED,
@@ -35,6 +37,7 @@ from kvferry.manifest import (
     encode,
 )
 from kvferry.plan import Binder, Plan, make_plan, make_plans, prove
+from kvferry.strided import Kept
 from pairs import PAIRS, manifests_of, plan_of, request_of
 
 BUDGET = 64 << 20
@@ -585,3 +588,72 @@ def test_text_that_is_no_text_is_refused():
     bad = good.replace(b"model", b"mod\xff\xfe", 1)
     with pytest.raises(DecodeError):
         decode(bad, Manifest)
+
+
+def scattered(layers: int) -> Manifest:
+    """Layers that are each kept in another order of their bits."""
+    shapes = []
+    for seed in range(layers):
+        bits = random.Random(seed).sample(range(16), 16)
+        axes = (tuple((2, 1 << b) for b in half) for half in (bits[:8], bits[8:]))
+        shapes.append(Shape(BYTE, tuple(Axis(n, 256, 0, 256, digits) for n, digits in zip("xy", axes, strict=True))))
+    found = tuple(Layer(f"{i}", 0, (Part("s", i, 0, i << 16, 1 << 40),)) for i in range(layers))
+    return replace(huge(shapes[0]), shapes=tuple(shapes), layers=found)
+
+
+def test_layers_that_are_each_kept_in_another_order_are_refused_before_they_are_all_looked_at():
+    """Each alone is within bounds: millions of runs of a byte were laid out, one object each, before the proof refused them."""
+    dense = Shape(BYTE, (straight("x", 256, 256), straight("y", 256, 1)))
+    layers = tuple(Layer(f"{i}", 0, (Part("s", 0, 0, i << 16, 1 << 40),)) for i in range(40))
+    consumer = replace(huge(dense), identity=Identity("d", "1", "model"), layers=layers)
+    with counting(kvferry.plan.make, "_box_runs") as calls:
+        assert "strided runs" in refused(lambda: make_plan(consumer, [scattered(40)]))
+    assert len(calls) < 40
+
+
+def test_a_block_of_many_tokens_whose_places_are_in_no_order_is_refused_before_layers_are_laid():
+    tokens = 1 << 13
+
+    def side(engine: str, digits: tuple[tuple[int, int], ...]) -> Manifest:
+        shape = Shape(BYTE, (straight("h", 1, 0),), TokenAxis(digits))
+        layers = tuple(Layer(f"{i}", 0, (Part("s", 0, 0, i * tokens, 60 * tokens),)) for i in range(60))
+        found = huge(shape, 60 * tokens * 1024, 1024, TokenPaged(tokens))
+        return replace(found, identity=Identity(engine, "1", "model"), layers=layers)
+
+    turned = side("p", tuple((2, 1 << b) for b in range(13)))
+    assert "strided runs" in refused(lambda: make_plan(side("d", ((tokens, 1),)), [turned]))
+
+
+def test_shapes_whose_strides_interleave_are_spelled_out_up_to_a_limit_for_all_of_them():
+    """2 and 3, 8 and 12, and so on: no two of the 65,536 places are the same, and none lies inside another's."""
+    digits = tuple((2, start * 4**k) for start in (3, 2) for k in range(8))
+    shapes = tuple(Shape(Element("uint8", 1, opaque=f"{i}"), (Axis("x", 1 << 16, 0, 1 << 16, digits),)) for i in range(2000))
+    layers = tuple(Layer(f"{i}", 0, (Part("s", i, 0, i << 30, 1 << 40),)) for i in range(2000))
+    manifest = replace(huge(shapes[0]), shapes=shapes, layers=layers)
+    assert decode(encode(manifest), Manifest) == manifest
+    with counting(kvferry.manifest.check, "spread") as calls:
+        assert "strides interleave in more than" in refused(lambda: check_manifest(manifest))
+    assert len(calls) <= 1 + kvferry.manifest.check.MAX_SPELLED // (1 << 16)
+
+
+def test_answers_about_a_peers_memory_are_kept_by_their_weight():
+    known = Kept(lambda number: (number,) * number, len, 100)
+    for number in range(1, 60):
+        assert known(number) == (number,) * number
+        assert known.weight <= 100
+    assert known(59) is known(59)
+    assert known(150) == (150,) * 150
+    assert known.weight == 0
+
+
+@contextmanager
+def counting(module: Any, name: str) -> Iterator[list[Any]]:
+    function, calls = getattr(module, name), []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return function(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, counted)
+        yield calls

@@ -5,10 +5,11 @@ Pure arithmetic on integers and NumPy arrays; knows no manifest, no plan, no lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from math import gcd, prod
-from typing import Any, TypeVar
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ JointDigit = tuple[int, int, int]
 JointDigits = tuple[JointDigit, ...]
 Ints = npt.NDArray[np.int64]
 Whole = TypeVar("Whole", bound=np.signedinteger[Any])
+Known = TypeVar("Known")
 
 
 def canonical(digits: Iterable[tuple[int, int]]) -> Digits:
@@ -102,7 +104,37 @@ def cut(digits: Digits, tile: int) -> tuple[Digits, Digits]:
     return canonical(upper), canonical(inner)
 
 
-@lru_cache(maxsize=4096)
+class Kept(Generic[Known]):
+    """What a function answered, as long as all answers together weigh at most so much: those that were asked for least lately
+    go. Answers about a peer's memory may be a million numbers long, or one."""
+
+    def __init__(self, function: Callable[..., Known], weigh: Callable[[Any], int], most: int) -> None:
+        self._function, self._weigh, self._most = function, weigh, most
+        self._known: OrderedDict[tuple[Hashable, ...], Known] = OrderedDict()
+        self._lock = Lock()
+        self.weight = 0
+
+    def __call__(self, *asked: Hashable) -> Known:
+        with self._lock:
+            if asked in self._known:
+                self._known.move_to_end(asked)
+                return self._known[asked]
+        found = self._function(*asked)
+        with self._lock:
+            if asked not in self._known:
+                self._known[asked] = found
+                self.weight += 1 + self._weigh(found)
+            while self.weight > self._most:
+                self.weight -= 1 + self._weigh(self._known.popitem(last=False)[1])
+        return found
+
+
+def kept(weigh: Callable[[Any], int], most: int) -> Callable[[Callable[..., Known]], Kept[Known]]:
+    """Keep a function's answers while they weigh at most `most` together."""
+    return lambda function: Kept(function, weigh, most)
+
+
+@kept(len, 1 << 16)
 def joint(src: Digits, src_start: int, dst: Digits, dst_start: int, count: int) -> tuple[tuple[int, int, JointDigits], ...]:
     """Positions [start, start + count) of two axes as pieces (source offset, destination offset, joint digits)."""
     src, dst = canonical(src), canonical(dst)

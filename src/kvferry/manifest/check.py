@@ -22,6 +22,8 @@ from kvferry.manifest.schema import DTYPE_BYTES, MAX_BYTES, Axis, Group, Layer, 
 from kvferry.strided import Digits, Ints, canonical, footprint, size, span, spread
 
 MAX_PIECES: Final = 1 << 16
+MAX_SPELLED: Final = 1 << 20
+"""Pieces of shapes whose strides interleave: each is looked at, to see that they are apart."""
 MAX_MARKS: Final = 1 << 20
 MAX_TOKENS: Final = 1 << 18
 MAX_ADDRESS: Final = 1 << 63
@@ -58,7 +60,15 @@ def _check_place(manifest: Manifest) -> None:
 def _check_body(manifest: Manifest) -> None:
     groups = _groups(manifest)
     users = _users(manifest, groups)
-    footprints = [_check_shape(users.get(i, f"shape {i}"), shape) for i, shape in enumerate(manifest.shapes)]
+    footprints, left = [], MAX_SPELLED
+    for i, shape in enumerate(manifest.shapes):
+        where = users.get(i, f"shape {i}")
+        footprints.append(_check_shape(where, shape))
+        left -= size(footprints[-1][1]) if not _nested(*footprints[-1]) else 0
+        if left < 0:
+            raise ManifestError(
+                f"{where}: strides interleave in more than {MAX_SPELLED:,} pieces of all shapes: too many to check"
+            )
     for layer in manifest.layers:
         if not groups[layer.group].keeps.covers(layer.reach):
             raise ManifestError(f"{layer.name}: looks back further than the block table of group {layer.group} keeps")
@@ -160,6 +170,15 @@ def _touched(where: str, digits: Sequence[tuple[int, int]], length: int) -> Foot
         if (np.diff(np.sort(spread(0, repeats))) < length).any():
             raise ManifestError(f"{where}: {error}") from None
         return length, repeats
+
+
+def _nested(length: int, repeats: Digits) -> bool:
+    """Whether repeats lie inside each other, so that nothing had to be spelled out."""
+    try:
+        footprint(repeats, length)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_axis(where: str, axis: Axis) -> None:

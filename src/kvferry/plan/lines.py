@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from kvferry.errors import ScatteredError
 from kvferry.manifest.schema import Axis, Shape
-from kvferry.strided import Ints, canonical, merge, offsets
+from kvferry.strided import Ints, canonical, kept, merge, offsets
 
 MAX_PIECES: Final = 1 << 18
+"""Pieces that a part's line is spelled out in."""
 
 Triple = tuple[Ints, Ints, Ints]
 """Copies as columns: source, destination, length."""
@@ -93,6 +94,21 @@ def _line(shape: Shape, order: Sequence[str], live: bool) -> tuple[Ints, Ints, i
     return (line + start) * unit, memory, length
 
 
+def pieces_of(shape: Shape, other: Shape) -> int:
+    """In how many pieces a part's line is spelled out where it is laid over another's."""
+    axes = {a.name: a for a in shape.axes}
+    length, pieces, contiguous = shape.element.bytes, 1, True
+    for name in reversed(_memory_order(other)):
+        count, full = _owned(axes[name], live=True)
+        digits = canonical(axes[name].digits)
+        if contiguous and (count <= 1 or (len(digits) == 1 and digits[0][1] == length)):
+            length *= count
+            contiguous = axes[name].start == 0 and count == full
+        else:
+            pieces, contiguous = pieces * count, False
+    return pieces
+
+
 def _owned(axis: Axis, live: bool) -> tuple[int, int]:
     if not live:
         return axis.stop - axis.start, axis.size
@@ -104,7 +120,7 @@ def _memory_order(shape: Shape) -> list[str]:
     return [a.name for a in sorted(shape.axes, key=lambda a: -min((s for _, s in canonical(a.digits)), default=0))]
 
 
-@lru_cache(maxsize=4096)
+@kept(lambda found: len(found[0]), 1 << 20)
 def overlay(src: Shape, dst: Shape) -> Triple:
     """Where the lines of two parts overlap: (source offset, destination offset, length) relative to their places."""
     order = _memory_order(dst)
@@ -123,7 +139,7 @@ def overlay(src: Shape, dst: Shape) -> Triple:
     return sorted_and_merged(picked(start < stop, triple))
 
 
-@lru_cache(maxsize=4096)
+@kept(lambda found: len(found[0]), 1 << 20)
 def slots_of(shape: Shape) -> tuple[Ints, Ints]:
     """All bytes of one entry of a part in its block: (offset, length)."""
     _, memory, length = _line(shape, _memory_order(shape), live=False)
@@ -132,7 +148,7 @@ def slots_of(shape: Shape) -> tuple[Ints, Ints]:
     return start, lengths
 
 
-@lru_cache(maxsize=4096)
+@kept(lambda found: len(found[0]), 1 << 20)
 def scratch_of(shape: Shape) -> tuple[Ints, Ints]:
     """The bytes of one entry that prefill never writes: (offset, length)."""
     start, length = slots_of(shape)

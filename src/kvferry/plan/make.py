@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import product
 from math import gcd, prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -34,7 +33,7 @@ from kvferry.plan.choose import (
 )
 from kvferry.plan.prove import Proofs
 from kvferry.plan.schema import MAX_ITEMS, Edge, Fill, Grain, Lane, Need, Plan, Run, Side
-from kvferry.strided import Digits, JointDigits, borders, canonical, cut, fitting_grain, fold, gather, joint
+from kvferry.strided import Digits, JointDigits, borders, canonical, cut, fitting_grain, fold, gather, joint, kept
 
 LONGEST_STEP = 32
 """A partial tile is cut at the next finer grain into at most about this many tiles."""
@@ -42,12 +41,31 @@ LONGEST_STEP = 32
 MOST_RUNS = 1 << 19
 """A grain with more runs than this in one tile is left out where there is a finer one."""
 
+MOST_PIECES: Final = 1 << 16
+"""Strided runs that are looked at for one plan, in all grains and layers. A plan of so many could not be encoded."""
+
 Base = tuple[int, int]
 LaneKey = tuple[int, Digits]
 NeedKey = tuple[Reach, int, bool, int]
 Boxes = tuple[tuple[int, Box], ...]
 """Boxes of a part, each with the producer rank to read it from."""
 _Made = dict[tuple[object, ...], Plan]
+
+
+@dataclass
+class _Room:
+    """What is left of MOST_PIECES."""
+
+    left: int = MOST_PIECES
+
+    def take(self, pieces: int, layer: str) -> None:
+        """Raises ScatteredError where it is not there."""
+        self.left -= pieces
+        if self.left < 0:
+            raise ScatteredError(
+                f"{layer}: the plan of one rank has more than {MOST_PIECES:,} strided runs: the orders of memory on both sides "
+                "have too little in common"
+            )
 
 
 @dataclass(frozen=True)
@@ -165,17 +183,18 @@ def _plan(consumer: Manifest, fleet: Fleet, reader: str, before: tuple[int, _Mad
     key = before[0], tuple(fleet.bodies[source] for source in sources), read
     known = before[1].get(key)
     if known is None:
-        known = before[1][key] = _assemble(consumer, fleet, _classify(consumer, fleet, boxes))
+        room = _Room()
+        known = before[1][key] = _assemble(consumer, fleet, _classify(consumer, fleet, boxes, room), room)
     return replace(known, consumer=side_of(consumer), sources=tuple(side_of(fleet.manifests[i]) for i in sources))
 
 
-def _classify(consumer: Manifest, fleet: Fleet, found_boxes: Sequence[tuple[Boxes, ...]]) -> list[_Class]:
+def _classify(consumer: Manifest, fleet: Fleet, found_boxes: Sequence[tuple[Boxes, ...]], room: _Room) -> list[_Class]:
     classes: dict[tuple[object, ...], _Class] = {}
     for layer, boxes in zip(consumer.layers, found_boxes, strict=True):
         key = (signature(layer), fleet.alike.get(layer.name, -1), boxes)
         found = classes.get(key)
         if found is None:
-            found = classes[key] = _Class(_pieces(consumer, layer, fleet, boxes))
+            found = classes[key] = _Class(_pieces(consumer, layer, fleet, boxes, room))
         found.names.append(layer.name)
         read = {source for part in boxes for source, _ in part}
         held = fleet.holders.get(layer.name, ()) if read else ()
@@ -189,7 +208,7 @@ def _need(layer: Layer, shape: Shape, src_group: int) -> NeedKey:
     return (layer.reach, shape.token.per_entry, shape.token.moves_partial, src_group)
 
 
-def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet, boxes: Sequence[Boxes]) -> dict[_Flow, Leveled]:
+def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet, boxes: Sequence[Boxes], room: _Room) -> dict[_Flow, Leveled]:
     """All flows of one layer, given its parts' boxes and their sources, each as (grain, merged pieces), coarsest first."""
     flows: dict[_Flow, list[_Member]] = defaultdict(list)
     holders = dict(fleet.holders.get(layer.name, []))
@@ -216,7 +235,7 @@ def _pieces(consumer: Manifest, layer: Layer, fleet: Fleet, boxes: Sequence[Boxe
             flows[_Flow(_DESTINATION, layer.group, layer.group, need, per_entry)].append(here)
     return {
         flow: tuple(
-            (tokens, _merge(p for member in members for p in _box_pieces(layer, member, tokens)))
+            (tokens, _merge(p for member in members for p in _box_pieces(layer, member, tokens, room)))
             for tokens in _grains((m.src_shape, m.dst_shape) for m in members)
         )
         for flow, members in flows.items()
@@ -257,13 +276,14 @@ def _middle(above: int, below: int, edges: set[int]) -> int | None:
     return below * min(fitting, key=lambda d: max(d, above // below // d)) if fitting else None
 
 
-def _box_pieces(layer: Layer, member: _Member, tokens: int) -> list[_Piece]:
+def _box_pieces(layer: Layer, member: _Member, tokens: int, room: _Room) -> list[_Piece]:
     """One box of one part, for a tile of `tokens` tokens, as strided runs."""
     (src_region, src_offset), (dst_region, dst_offset) = base(member.src_layer), base(layer)
     twin, part = member.src, member.dst
     src = (twin.region - src_region, twin.offset - src_offset)
     dst = (part.region - dst_region, part.offset - dst_offset)
     src_upper, dst_upper, pieces = _box_runs(member.src_shape, member.dst_shape, member.box, tokens)
+    room.take(len(pieces), layer.name)
     src_lane, dst_lane = (twin.block_stride, src_upper), (part.block_stride, dst_upper)
     return [
         _Piece((src[0], src[1] + s), (dst[0], dst[1] + d), length, repeats, src_lane, dst_lane)
@@ -271,7 +291,7 @@ def _box_pieces(layer: Layer, member: _Member, tokens: int) -> list[_Piece]:
     ]
 
 
-@lru_cache(maxsize=65536)
+@kept(lambda found: len(found[2]), 1 << 16)
 def _box_runs(
     src: Shape, dst: Shape, box: Box, tokens: int
 ) -> tuple[Digits, Digits, tuple[tuple[int, int, int, JointDigits], ...]]:
@@ -326,8 +346,9 @@ def _continues(one: _Piece, other: _Piece) -> bool:
     )
 
 
-def _lay(found: _Class, flow: _Flow, pieces: Iterable[_Piece]) -> list[_Piece]:
+def _lay(found: _Class, flow: _Flow, pieces: Sequence[_Piece], room: _Room) -> list[_Piece]:
     """A class's pieces at the places of all its layers; layers at equal distances become a repeat."""
+    room.take(len(pieces) * (len(found.bases) - 1), found.names[0])
     out = []
     for piece in pieces:
         by_region: dict[tuple[int, int], list[tuple[int, int, JointDigits]]] = defaultdict(list)
@@ -352,7 +373,7 @@ def _worthwhile(levels: Sequence[tuple[int, tuple[_Piece, ...]]]) -> list[tuple[
     return kept
 
 
-def _assemble(consumer: Manifest, fleet: Fleet, classes: Sequence[_Class]) -> Plan:
+def _assemble(consumer: Manifest, fleet: Fleet, classes: Sequence[_Class], room: _Room) -> Plan:
     flows: dict[tuple[_Flow, tuple[int, ...]], list[tuple[_Class, Leveled]]] = defaultdict(list)
     layers: dict[NeedKey, list[str]] = defaultdict(list)
     for found in classes:
@@ -366,7 +387,7 @@ def _assemble(consumer: Manifest, fleet: Fleet, classes: Sequence[_Class]) -> Pl
     edges, fills = [], []
     for (flow, grains), members in sorted(flows.items(), key=lambda item: (item[0][0].source, item[0][0].dst_group)):
         levels = [
-            (tokens, _merge(p for found, pieces in members for p in _lay(found, flow, pieces[level][1])))
+            (tokens, _merge(p for found, pieces in members for p in _lay(found, flow, pieces[level][1], room)))
             for level, tokens in enumerate(grains)
         ]
         tiles = tuple(Grain(tokens, tuple(_run(piece, lanes) for piece in pieces)) for tokens, pieces in _worthwhile(levels))

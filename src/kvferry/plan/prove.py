@@ -28,6 +28,7 @@ from kvferry.plan.lines import (
     first_difference,
     overlay,
     picked,
+    pieces_of,
     same,
     same_meaning,
     scratch_of,
@@ -38,6 +39,8 @@ from kvferry.plan.schema import Edge, Fill, Grain, Plan, Run
 from kvferry.strided import Digits, Ints, canonical, cut, offsets, size
 
 MAX_RUNS: Final = 1 << 21
+MAX_LOOKS: Final = 1 << 24
+"""Pieces of the producer's parts, and runs of finer tiles of which coarser ones are made: what is compared for one plan."""
 
 LaneKey = tuple[int, Digits]
 NeedKey = tuple[Reach, int, bool, int]
@@ -330,9 +333,13 @@ class _Prover:
             src_at = self.src_base[index][twin.region] + twin.offset
             alike[tag, twin.shape, part.shape].append((src_at, self.dst_base[part.region] + part.offset))
         parts: dict[Tag, list[Triple]] = defaultdict(list)
-        total = 0
+        total = looked = 0
         for (tag, src_index, dst_index), places in alike.items():
-            src, dst, length = overlay(self.sources[tag[0]].shapes[src_index], self.consumer.shapes[dst_index])
+            src_shape, dst_shape = self.sources[tag[0]].shapes[src_index], self.consumer.shapes[dst_index]
+            looked += pieces_of(src_shape, dst_shape)
+            if looked > MAX_LOOKS:
+                raise ScatteredError(f"group {tag[2]}: the producer's parts lie in more than {MAX_LOOKS:,} pieces")
+            src, dst, length = overlay(src_shape, dst_shape)
             total += len(length) * len(places)
             if total > MAX_RUNS:
                 raise ScatteredError(f"group {tag[2]}: more than {MAX_RUNS:,} runs would be right in one tile")
@@ -431,10 +438,16 @@ class _Prover:
 
     def check_grains(self) -> None:
         """Every coarser grain is the next finer one, repeated over the tile."""
+        looked = 0
         for flow in self.plan.flows:
             group = flow.dst_group if isinstance(flow, Edge) else flow.group
             for coarse, fine in pairwise(flow.grains):
-                bad = _not_repeated(self._expand(flow, coarse), self._expand(flow, fine), coarse.tokens // fine.tokens)
+                ratio = coarse.tokens // fine.tokens
+                tiles = self._expand(flow, fine)
+                looked += ratio * sum(len(length) for _, _, length in tiles.values())
+                if looked > MAX_LOOKS:
+                    raise ScatteredError(f"tiles of {coarse.tokens} tokens: more than {MAX_LOOKS:,} runs would be compared")
+                bad = _not_repeated(self._expand(flow, coarse), tiles, ratio)
                 if bad is not None:
                     where = self._whereabouts(group, bad)
                     raise ProofError(f"{where}: tiles of {coarse.tokens} tokens differ from those of {fine.tokens}")

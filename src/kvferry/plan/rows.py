@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.errors import TransportError
 from kvferry.plan.overlay import Ids
 from kvferry.plan.schema import Plan, Repeats, Run
 from kvferry.plan.tiles import Tiles
@@ -26,6 +27,8 @@ Alike = tuple[int, int, int, Repeats]
 Numbers = npt.NDArray[np.signedinteger[Any]]
 """Element numbers: 32 bits wide where that is enough, since writing them is most of the work of a request."""
 
+MAX_ROWS: Final = 1 << 22
+"""Rows of a plan's runs from one source, on one side."""
 _NARROW: Final = np.iinfo(np.int32).max
 _ONE: Final = np.zeros(1, np.int64)
 _ONE.setflags(write=False)
@@ -164,6 +167,7 @@ def _form(length: int, digits: int, dims: Sequence[Dim]) -> _Form:
     """Lay a run along as long rows as there are; `dims` are its blocks, then so many digits of a tile, then repeats."""
     chain = _longest(dims, length)
     others = [i for i, (count, _) in enumerate(dims) if count > 1 and i not in chain]
+    _refuse_many(prod(dims[i][0] for i in others))
     steps = [0] * len(dims)
     count = prod([dims[i][0] for i in chain])
     running = 1
@@ -181,6 +185,14 @@ def _form(length: int, digits: int, dims: Sequence[Dim]) -> _Form:
         tuple(numbers[1 : 1 + digits]),
         spread(0, numbers[1 + digits :]) if len(dims) > 1 + digits else _ONE,
     )
+
+
+def _refuse_many(rows: int) -> None:
+    if rows > MAX_ROWS:
+        raise TransportError(
+            f"{rows:,} rows of elements that lie equally far apart, and at most {MAX_ROWS:,} are prepared: blocks, tiles and "
+            "layers of one side continue each other nowhere; keep caches in another order there"
+        )
 
 
 def _longest(dims: Sequence[Dim], length: int) -> list[int]:
@@ -204,6 +216,7 @@ def _rows(grains: Sequence[Laid], region: Ints, offset: Ints) -> Rows:
     """The rows of all runs of one side, which begin at the given places."""
     laid = [piece for grain in grains for piece in grain]
     sizes = [len(form.rows) * runs for form, runs in laid]
+    _refuse_many(sum(sizes))
     if sum(sizes) > len(region):
         ends = np.cumsum([runs for _, runs in laid])
         region = np.repeat(region, np.repeat([len(form.rows) for form, _ in laid], [runs for _, runs in laid]))
