@@ -121,9 +121,9 @@ def test_an_emulated_path_and_who_is_to_blame():
 
 
 def test_a_network_device_that_is_not_there():
-    code, report = doctor("--no-paths", variables={"UCX_NET_DEVICES": "nope0"})
+    code, report = doctor("--no-paths", variables={"UCX_NET_DEVICES": "nope0", "UCX_TLS": "tcp"})
     assert code == 1
-    assert found(report, "nixl-start")["cure"] == "start without UCX_NET_DEVICES=nope0, which the environment sets"
+    assert found(report, "nixl-start")["cure"] == "start without UCX_NET_DEVICES=nope0, UCX_TLS=tcp, which the environment sets"
 
 
 def test_no_plugins(tmp_path):

@@ -168,7 +168,11 @@ class TestCommands:
             "kv_connector": "KVFerryConnector",
             "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"key_file": "/run/a key", "peers": ["p.example:7600", "p.example:7601"]},
+            "kv_connector_extra_config": {
+                "key_file": "/run/a key",
+                "listen": "d.example:0",
+                "peers": ["p.example:7600", "p.example:7601"],
+            },
         }
         for command in (first, second, decode):
             read_options(transfer(command)["kv_connector_extra_config"])  # type: ignore[arg-type]

@@ -116,8 +116,9 @@ def _network(machine: Machine) -> Iterator[Finding]:
     if not machine.rdma:
         seen = "there is no RDMA device: other machines are read over TCP, and their CPUs copy every byte"
         cure = (
-            "for engines on one machine none is needed, and UCX opens no port; else use machines with RDMA (ibv_devinfo), and hand "
-            f"it to containers, or let the engines' machines alone reach TCP ports {PORTS} (ucx_ports): {rule('eth0', PORTS)}"
+            "for engines on one machine none is needed, and UCX opens no port; else use machines with RDMA (ibv_devinfo), "
+            f"and hand it to containers, or let the engines' machines alone reach TCP ports {PORTS} (ucx_ports): "
+            f"{rule('eth0', PORTS)}"
         )
         yield Finding("no-rdma", seen, cure, Severity.NOTE)
         return
