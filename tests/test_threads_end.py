@@ -15,6 +15,7 @@ from kvferry.engines.vllm import introducing
 from kvferry.engines.vllm.seeking import FOR_NOBODY, Seeking
 from kvferry.errors import SessionError
 from kvferry.session import Courier, Hello, Lease, Listener, Reference
+from kvferry.session import courier as couriers
 from transport_suite import until
 
 
@@ -97,6 +98,14 @@ def test_a_producer_that_is_not_looked_for_any_more_is_an_answer(courier, caplog
         assert "the thread that looks for producers has ended" in told(courier, f"127.0.0.1:{port}")
     assert not courier._finder._thread.is_alive()
     assert sum(record.getMessage().startswith("the thread that looks") for record in caplog.records) == 1
+    assert courier._thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [Broken(), MemoryError()], ids=lambda it: type(it).__name__)
+def test_an_address_that_cannot_be_looked_up_at_all_is_an_answer(courier, monkeypatch, error):
+    monkeypatch.setattr(couriers, "looked_up", raising(error))
+    for address in ("127.0.0.1:1", "127.0.0.1:2"):
+        assert type(error).__name__ in told(courier, address)
     assert courier._thread.is_alive()
 
 

@@ -125,12 +125,13 @@ class Connections:
         try:
             ours = end.family in (socket.AF_INET, socket.AF_INET6) and end.getsockname()[1] == self._port
             end.getpeername()
+            if ours:
+                self._moved.register(end, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
         except OSError:
             ours = False
         if ours:
             self._open[descriptor] = _Connection(end)
             self._at[end.fileno()] = descriptor
-            self._moved.register(end, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
             self._round[descriptor] = None
         else:
             end.close()

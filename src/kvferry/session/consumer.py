@@ -234,7 +234,7 @@ class Consumer(Generic[T]):
         place = self._addresses.setdefault(address, _Address())
         began = place.began if place.step in (_Step.SOUGHT, _Step.REACHED, _Step.ASKED) else now
         place.failures += 1
-        took = (now - began) * 2 ** min(place.failures, _LONGEST_BACK_OFF)
+        took = (now - began) * 2 ** (1 if place.proven else min(place.failures, _LONGEST_BACK_OFF))
         place.step, place.reason, place.retry_at = _Step.IDLE, reason, now + took
         for _, known in self._named(address):
             if known.asking:

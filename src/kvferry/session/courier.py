@@ -214,10 +214,12 @@ class Courier(Generic[T]):
     def _look_up(self, sought: Sought, host: str, port: int) -> None:
         try:
             places = looked_up(sought.address, host, port)
+            self._finder.find(sought.address, places, reach_s(self._timeout_s, sought.first))
         except KVFerryError as error:
             self._unanswered(sought.address, str(error))
-        else:
-            self._finder.find(sought.address, places, reach_s(self._timeout_s, sought.first))
+        except BaseException as error:
+            logger.exception("%s cannot be looked for", sought.address)
+            self._unanswered(sought.address, printable(f"{type(error).__name__}: {error}"))
 
     def _found(self, address: str, found: Number | str) -> None:
         if isinstance(found, str):

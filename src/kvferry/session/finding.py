@@ -76,7 +76,7 @@ class Probe:
             return
         except ConnectionResetError as error:
             self._give_up(_LEFT if self._connected else str(error))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._give_up(str(error))
 
     def expire(self, now: float) -> None:
@@ -115,7 +115,7 @@ class Probe:
                 self._end.connect(place)
             except BlockingIOError:
                 return
-            except OSError as error:
+            except (OSError, ValueError, OverflowError) as error:
                 self._give_up(str(error))
 
 
