@@ -44,6 +44,7 @@ POOL = ("--num-gpu-blocks-override=160", SMALL_STEPS)
 SHORT = ("--num-gpu-blocks-override=40", SMALL_STEPS, "--no-scheduler-reserve-full-isl")
 QUICK = {"lease_s": 12.0, "greeting_s": 6.0, "read_s": 4.0}
 TCP = ("UCX_TLS", "tcp,self")
+WITHOUT_CMA = ("UCX_TLS", "^tcp,cma")
 LONG = 1000
 EMPTY = Key(b"", b"")
 HELLO = Hello("one", "1")
@@ -481,7 +482,11 @@ def test_prefills_aborted_at_any_moment_leave_nothing_behind(fleet: Fleet, truth
 @pytest.fixture
 def far_pair(fleet: Fleet) -> list[Server]:
     """The producer is reached over TCP, where reads need it to run: stopping it stops them."""
-    return fleet.up(far(fleet), llama(fleet, "D"))
+    return fleet.up(far(fleet), far_reader(fleet))
+
+
+def far_reader(fleet: Fleet) -> Engine:
+    return llama(fleet, "far D", environment=(TCP,))
 
 
 def far(fleet: Fleet) -> Engine:
@@ -532,7 +537,8 @@ def test_a_producer_that_stands_still_delays_only_what_is_read_from_it(far_pair:
 
 def test_a_consumer_that_dies_while_it_loads_costs_a_lease(fleet: Fleet, truth: Truth) -> None:
     """What it asked for is under way to it: UCX ends a process that is still to answer over TCP when who asked is gone."""
-    producer, consumer, mortal = fleet.up(far(fleet), llama(fleet, "D"), llama(fleet, "mortal"))
+    dying = llama(fleet, "mortal", environment=(TCP,))
+    producer, consumer, mortal = fleet.up(far(fleet), far_reader(fleet), dying)
     tokens = prompt(600, 51)
     assert_crosses(producer, mortal, truth)
     params, before = reference(producer, tokens), meter(producer)
@@ -546,13 +552,15 @@ def test_a_consumer_that_dies_while_it_loads_costs_a_lease(fleet: Fleet, truth: 
     assert (all_given_back(producer) - before).expired == 1
 
 
-@pytest.mark.parametrize("carrier", ["shared memory", "tcp"])
+@pytest.mark.parametrize("carrier", ["shared memory", "shared memory without cma", "tcp"])
 def test_a_producer_that_dies_costs_a_recomputation_and_its_successor_is_met(fleet: Fleet, truth: Truth, carrier: str) -> None:
     """Over TCP it dies while it is read, and its successor has its address; else before it is read, and another address."""
     over_tcp = carrier == "tcp"
     settings = {**QUICK, "listen": f"127.0.0.1:{free_port() if over_tcp else 0}"}
-    mortal = llama(fleet, "mortal", environment=(TCP,) if over_tcp else (), settings=settings)
-    producer, consumer, unmet = fleet.up(mortal, llama(fleet, "D"), llama(fleet, "P"))
+    how = {"shared memory": (), "shared memory without cma": (WITHOUT_CMA,), "tcp": (TCP,)}[carrier]
+    mortal = llama(fleet, "mortal", environment=how, settings=settings)
+    reading = (llama(fleet, f"{which} {carrier}", environment=how) if how else llama(fleet, which) for which in "DP")
+    producer, consumer, unmet = fleet.up(mortal, *reading)
     tokens = prompt(600, 50)
     wanted = truth.of(producer, tokens)
     assert_crosses(producer, consumer, truth)

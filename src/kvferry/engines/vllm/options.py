@@ -166,19 +166,16 @@ def option_troubles(extra: Mapping[str, Any]) -> Iterator[Finding]:
         if not options.key_file and not is_loopback(host):
             cure = "set key_file to a file that all sides hold, or stay on this machine (127.0.0.1)"
             yield Finding("key-needed", f"{option} {host} needs a key", cure)
+    away = next((peer for peer in options.peers if not is_loopback(split_address(peer)[0])), "")
     opens = allows_tcp(operators(options.ucx).get(TLS, "^tcp"))
-    if not opens and is_loopback(split_address(options.listen)[0]) and not all(is_loopback(host) for _, host in said):
-        seen = f"listen {options.listen} is loopback, so that UCX opens no port, and {_beyond(said)} is on another machine"
+    if away and options.key_file and not opens and is_loopback(split_address(options.listen)[0]):
+        seen = f"listen {options.listen} is loopback, so that UCX opens no port, and peers names {away}"
         yield Finding(
             "listen-loopback", seen, "set listen to this machine's address (port 0 will do), or name this machine alone"
         )
     if options.lease_most_s < options.lease_s:
         seen = f"lease_most_s {options.lease_most_s:g} is less than lease_s {options.lease_s:g}"
         yield Finding("lease-times", seen, "raise it")
-
-
-def _beyond(said: list[tuple[str, str]]) -> str:
-    return next(host for _, host in said if not is_loopback(host))
 
 
 def buffered(options: Options, buffer_device: str | None, device: str) -> Options:
