@@ -39,7 +39,7 @@ CASE = dense_case(blocks=64)
 
 PRODUCER = """
 import json, sys, time
-from kvferry.session import Card, Listener, Welcome
+from kvferry.session import Card, Listener, Welcome, own_keys
 from kvferry.transport import NixlOptions, NixlTransport
 from transport_peer import allocated
 from test_transport_fence import CASE
@@ -47,7 +47,7 @@ options = json.loads(sys.argv[1])
 transport = NixlTransport("p", NixlOptions(**options))
 there = allocated(CASE.producers, 1)[0]
 transport.register(there.storages)
-listener = Listener("127.0.0.1:0", None)
+listener = Listener("127.0.0.1:0", own_keys())
 print(json.dumps([[b.ctypes.data for b in there.buffers], transport.metadata().hex(), listener.port]), flush=True)
 while True:
     transport.notifications()

@@ -21,7 +21,7 @@ from kvferry.engines.vllm.prompts import can_be_handed_over, is_handed_on, is_to
 from kvferry.engines.vllm.seeking import Seeking
 from kvferry.errors import BadReferenceError, KVFerryError
 from kvferry.session import Courier, Keys, Meeting, Reference, from_params
-from kvferry.session.reference import Sizes
+from kvferry.session.reference import Sizes, rehearse
 
 
 class Stage(Enum):
@@ -76,6 +76,7 @@ class References:
     ) -> None:
         self._courier, self._seeking = courier, seeking
         self._keys, self._sizes, self._digests = keys, sizes, digests
+        rehearse(keys)
 
     def arrive(self, request: Any, decode: Decode, params: Mapping[str, Any]) -> None:
         """Whether the reference is in order; its lease is kept from here on."""
