@@ -340,7 +340,7 @@ def test_on_a_network_the_fence_is_named(monkeypatch):
     monkeypatch.setattr(module, "free_ports", lambda *_: 5)
     found = fence("10.0.0.2", "20000-20100", {}, 5)
     assert found.settings == {"UCX_NET_DEVICES": "eth7", "UCX_TCP_PORT_RANGE": "20000-20100"}
-    assert "TCP ports 20000-20100 of eth7 (5 for this process), and asks nobody who connects" in found.words
+    assert "TCP ports 20000-20100 of eth7 (5 for this process), and authenticates no peer" in found.words
     assert 'nft add rule inet filter input iifname "eth7" tcp dport 20000-20100' in found.words
     other = fence("prefill-0", "20000-20100", {}, 5)
     assert "UCX_NET_DEVICES" not in other.settings

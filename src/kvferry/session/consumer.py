@@ -281,28 +281,31 @@ class Consumer(Generic[T]):
     def release(self, request: str, reference: Reference, note: str, until: float = -math.inf) -> None:
         """The request needs its lease no more; the producer hears of it once, when no other request here does. Another may
         still come for the lease `until` then."""
-        key = key_of(reference)
-        leases = self._leases.get(key)
-        holders = leases.held.get(reference.lease) if leases is not None else None
-        if leases is None or holders is None or request not in holders:
+        leases = self._leave(request, reference)
+        if leases is None:
             return
-        holders.remove(request)
         leases.parting[reference.lease] = (until, note)
-        if not holders and until == -math.inf:
-            self._part(key, reference.lease, note)
+        if not leases.held[reference.lease] and until == -math.inf:
+            self._part(key_of(reference), reference.lease, note)
 
     def drop(self, request: str, reference: Reference) -> None:
         """The request has nothing to do with the lease: no longer kept alive for it, and left to the requests that it is of."""
-        key = key_of(reference)
-        leases = self._leases.get(key)
-        holders = leases.held.get(reference.lease) if leases is not None else None
-        if leases is None or holders is None or request not in holders:
+        leases = self._leave(request, reference)
+        if leases is None:
             return
-        holders.remove(request)
-        if not holders and reference.lease not in leases.parting:
+        if not leases.held[reference.lease] and reference.lease not in leases.parting:
             del leases.held[reference.lease]
         if not leases.held:
-            del self._leases[key]
+            del self._leases[key_of(reference)]
+
+    def _leave(self, request: str, reference: Reference) -> _Leases | None:
+        """The leases that a request was among the holders of, and is no more; None if it was not."""
+        leases = self._leases.get(key_of(reference))
+        holders = leases.held.get(reference.lease) if leases is not None else None
+        if leases is None or holders is None or request not in holders:
+            return None
+        holders.remove(request)
+        return leases
 
     def _part(self, key: PeerKey, lease: Lease, note: str) -> None:
         leases = self._leases[key]

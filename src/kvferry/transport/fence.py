@@ -1,6 +1,6 @@
 """Who can reach this end's UCX: processes of this machine through shared memory alone, or a network.
 
-UCX's TCP port asks nobody who connects: a peer reads and writes this process's memory, and a few bytes end the process. So the
+UCX's TCP port authenticates no peer: any peer reads and writes this process's memory, and a few bytes end the process. So the
 port is opened only for an engine that is to be reached over a network without RDMA. On loopback UCX runs without TCP. Its
 shared memory must then report peers that died (`UCX_MM_ERROR_HANDLING`): NIXL demands that of some transport, else of TCP.
 Reads from a dead peer end with UCX's next look at it (`UCX_KEEPALIVE_INTERVAL`).
@@ -71,8 +71,8 @@ def fence(address: str, ports: str, said: Mapping[str, str], each: int = 1) -> F
         )
         return Fence(False, words, settings)
     words = (
-        f"UCX listens on TCP ports {settings[RANGE]} of {where} ({each} for this process), and asks nobody who connects: "
-        f"whoever reaches them reads and writes this process's memory. Let only the engines' machines in, "
+        f"UCX listens on TCP ports {settings[RANGE]} of {where} ({each} for this process), and authenticates no peer: "
+        f"any that reaches them reads and writes this process's memory. Let only the engines' machines in, "
         f"for example: {rule(where, settings[RANGE])}"
     )
     if not device:

@@ -91,7 +91,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nixl(self) -> NixlOptions:
-        """UCX opens a port only for an engine whose address is not loopback: it asks nobody who connects for anything."""
+        """UCX opens a port only for an engine whose address is not loopback: it authenticates no peer."""
         host = split_address(self.listen)[0]
         return NixlOptions(
             self.backend,
