@@ -32,12 +32,13 @@ LEASES = {"kvferry_leases_ended_total": "ending", "kvferry_loads_total": "outcom
 
 @dataclass(frozen=True)
 class Ferried(Connector):
-    """Our connector with vLLM's policy for loads that fail."""
+    """Our connector in a role, with vLLM's policy for loads that fail."""
 
     policy: str = "recompute"
+    role: str = "kv_both"
 
     def flag(self) -> str:
-        return json.dumps({**json.loads(super().flag()), "kv_load_failure_policy": self.policy})
+        return json.dumps({**json.loads(super().flag(self.role)), "kv_load_failure_policy": self.policy})
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,15 @@ class Fleet:
         model: str = "llama",
         *,
         policy: str = "recompute",
+        role: str = "kv_both",
         settings: Mapping[str, Any] | None = None,
         flags: tuple[str, ...] = (),
         environment: tuple[tuple[str, str], ...] = (),
         kind: type[Ferried] = Ferried,
         **choices: Any,
     ) -> Engine:
-        connector = kind("ours", "KVFerryConnector", "kvferry.engines.vllm", settings=Frozen(settings or {}), policy=policy)
+        said = {"settings": Frozen(settings or {}), "policy": policy, "role": role}
+        connector = kind("ours", "KVFerryConnector", "kvferry.engines.vllm", **said)
         return Engine(
             checkpoint(model, self._checkpoints), connector, flags=flags, environment=Frozen(dict(environment)), **choices
         )

@@ -42,6 +42,8 @@ pytestmark = pytest.mark.vllm
 SMALL_STEPS = "--max-num-batched-tokens=128"
 POOL = ("--num-gpu-blocks-override=160", SMALL_STEPS)
 SHORT = ("--num-gpu-blocks-override=40", SMALL_STEPS, "--no-scheduler-reserve-full-isl")
+ROLES = {"P": "kv_producer", "hasty": "kv_producer", "D": "kv_consumer"}
+"""Leases of engines that load too are bounded, and caches are small here."""
 QUICK = {"lease_s": 12.0, "greeting_s": 6.0, "read_s": 4.0}
 TCP = ("UCX_TLS", "tcp,self")
 WITHOUT_CMA = ("UCX_TLS", "^tcp,cma")
@@ -68,9 +70,10 @@ def llama(fleet: Fleet, which: str = "", **choices: Any) -> Engine:
 
 
 def ours(fleet: Fleet, model: str, which: str, **choices: Any) -> Engine:
-    """`which` tells engines of one kind apart. They schedule as on a GPU, a step ahead of what they compute."""
+    """`which` tells engines of one kind apart, and which role they have. They schedule as on a GPU, a step ahead of what they
+    compute."""
     environment = (("KVFERRY_TEST_ENGINE", which), (ASYNCHRONOUS, "1"), *choices.pop("environment", ()))
-    choices = {"flags": POOL, "settings": QUICK, **choices}
+    choices = {"flags": POOL, "settings": QUICK, "role": ROLES.get(which, "kv_both"), **choices}
     return fleet.engine(model, environment=environment, **choices)
 
 
@@ -416,7 +419,7 @@ def test_several_prompts_in_one_request_are_all_loaded(fleet: Fleet, truth: Trut
 @pytest.mark.parametrize("kind", [Ferried, Among], ids=["alone", "among several connectors"])
 def test_an_engine_loads_what_it_prefilled_itself(fleet: Fleet, truth: Truth, kind: type[Ferried]) -> None:
     """As behind a router that does not tell the two legs apart."""
-    (both,) = fleet.up(llama(fleet, "P") if kind is Ferried else llama(fleet, "among", kind=kind))
+    (both,) = fleet.up(llama(fleet, "both") if kind is Ferried else llama(fleet, "among", kind=kind))
     assert_crosses(both, both, truth, seed=101)
     all_given_back(both)
 
