@@ -599,7 +599,7 @@ def large_blocks(fleet: Fleet) -> Engine:
 
 
 def test_block_sizes_and_ways_of_scheduling_may_differ(fleet: Fleet, truth: Truth) -> None:
-    small, large = fleet.up(llama(fleet, "P"), large_blocks(fleet))
+    small, large = fleet.up(llama(fleet, "small"), large_blocks(fleet))
     for turn, (producer, consumer) in enumerate(((small, large), (large, small))):
         prompts = [prompt(length, 90 + turn) for length in (2, 31, 32, 33, 63, 64, 65, 128, 129, 500)]
         wanted, before = [truth.of(small, tokens) for tokens in prompts], meter(consumer)
@@ -707,7 +707,7 @@ def _read_again(server: Server) -> int:
 
 def test_two_fine_tunes_of_one_configuration_do_not_cross(fleet: Fleet, truth: Truth, tmp_path: Path) -> None:
     """A third engine serves a copy of the first one's checkpoint, at another place."""
-    base = llama(fleet, "P")
+    base = llama(fleet, "base")
     tuned, copied = (_at(base, tmp_path / name) for name in ("tuned", "copied"))
     for file in tuned.checkpoint.folder.glob("*.safetensors"):
         held = load_file(file)
@@ -730,7 +730,7 @@ def _at(engine: Engine, folder: Path) -> Engine:
 @pytest.mark.parametrize("at", ["consumer", "producer"])
 def test_a_drafter_that_one_side_runs_alone_costs_nothing(fleet: Fleet, truth: Truth, checkpoints: Path, at: str) -> None:
     speculative = json.dumps({"method": "eagle", "model": str(eagle(checkpoints)), "num_speculative_tokens": 2})
-    plain = llama(fleet, "P")
+    plain = llama(fleet, "plain")
     drafting = llama(fleet, "drafting", policy="fail", flags=(*POOL, f"--speculative-config={speculative}"))
     producer, consumer = fleet.up(*((plain, drafting) if at == "consumer" else (drafting, plain)))
     for seed in (104, 105):

@@ -312,7 +312,7 @@ class TestInAStep:
                 here.step()
                 finished.append(sum(name in here.outputs for name in names))
             assert finished == [2, 4, 5]
-            assert not here.connector.scheduler._unread
+            assert not here.connector.scheduler._unchecked
             there.step_until(lambda: not there.scheduler.requests)
             assert there.counted["released"] == len(names) + 1
 
@@ -636,7 +636,7 @@ class TestBesideSteps:
             there.step_until(lambda: not there.scheduler.requests)
 
     def test_blocks_that_cannot_be_whole_are_not_found_by_their_hash(self) -> None:
-        pair = sides("gemma3", side(hma=True), side(hma=False, ahead=True), prefix_caching=True)
+        pair = sides("gemma3", side(hma=True, role="kv_producer"), side(hma=False, ahead=True), prefix_caching=True)
         with engines(*pair) as (there, here):
             known(there, here)
             earlier = computing(here)
