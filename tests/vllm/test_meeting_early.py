@@ -12,6 +12,7 @@ import pytest
 from kvferry.engines.vllm import worker
 from kvferry.engines.vllm.worker import WorkerHalf
 from kvferry.errors import SessionError
+from kvferry.session import own_keys
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +33,7 @@ def test_a_peer_that_fails_unexpectedly_keeps_no_other_from_being_met(monkeypatc
     monkeypatch.setattr(worker, "ask", ask)
     monkeypatch.setattr(worker, "RETRY_S", 0.0)
     half: Any = object.__new__(WorkerHalf)
-    half._options = SimpleNamespace(peers=ADDRESSES, key=None, greeting_s=1.0)
+    half._options = SimpleNamespace(peers=ADDRESSES, keys=own_keys, greeting_s=1.0)
     half._closing = threading.Event()
     half._config = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="D"))
     half._meet_early(None, None)

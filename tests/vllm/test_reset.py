@@ -136,7 +136,7 @@ class TestWhatIsBeingPrefilled:
             assert there.connector.reset_cache() is True
             assert there.finish_prefill(request) == NOTHING
             assert (words(there), there.held) == ([], 0)
-            assert there.connector.scheduler._prefills._awaited == {}
+            assert there.connector.scheduler._prefills._under_way == {}
             assert reset(there)
             prefilled(there, "next")
 
