@@ -30,7 +30,7 @@ from kvferry.transport.interfaces import addresses, free_ports, interface_of
 from kvferry.transport.metadata import decode_metadata, encode_metadata
 from kvferry.transport.process import Life, Process, started, this_process
 from transport_peer import allocated, at_addresses
-from transport_suite import TCP, dense_case
+from transport_suite import TCP, dense_case, until
 
 PATIENCE_S = 30.0
 TESTS = Path(__file__).parent
@@ -130,6 +130,12 @@ def said(child: subprocess.Popen[str]) -> list[Any]:
     return out
 
 
+def stands(process: int) -> bool:
+    """A thread that runs stops a moment after the signal was sent."""
+    stats = (path.read_text(encoding="ascii") for path in Path(f"/proc/{process}/task").glob("*/stat"))
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 def listening(process: int) -> list[int]:
     """TCP ports that a process listens on, by /proc."""
     own = {os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()}
@@ -187,6 +193,7 @@ def test_a_stopped_producer_does_not_keep_a_closing_consumer_with_a_progress_thr
         with running(CONSUMER.replace("time.monotonic() + 20", "time.monotonic()"), options, told) as child:
             assert said(child)[0] == "done"
             os.kill(producer.pid, signal.SIGSTOP)
+            until(lambda: stands(producer.pid), "all threads of the producer stand still", PATIENCE_S)
             assert child.stdin is not None
             child.stdin.write("\n")
             child.stdin.flush()
