@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import socket
 import struct
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvferry.errors import SessionError, TransportError
 from kvferry.plan import Binder, make_plans
 from kvferry.transport import NixlOptions, NixlTransport
 from kvferry.transport import fence as module
-from kvferry.transport.fence import Fence, allows_tcp, fence, port_range
+from kvferry.transport.fence import Fence, allows_tcp, fence, port_range, taking_ports
 from kvferry.transport.interfaces import addresses, free_ports, interface_of
 from kvferry.transport.metadata import decode_metadata, encode_metadata
 from kvferry.transport.process import Life, Process, started, this_process
@@ -377,6 +378,46 @@ def test_a_range_without_a_free_port_is_refused_before_ucx_looks_for_one_for_eve
         assert free_ports("lo", port, port, 1) == 0
         with pytest.raises(TransportError, match=f"0 of the ports {port}-{port} of lo are free, and UCX needs 1"):
             NixlTransport("p", NixlOptions(ucx=TCP, ports=f"{port}-{port}", posting_threads=0))
+
+
+STARTING = """
+import json, sys
+from kvferry.errors import TransportError
+from kvferry.transport import NixlOptions, NixlTransport
+sys.stdin.readline()
+try:
+    transport = NixlTransport("p", NixlOptions(**json.loads(sys.argv[1])))
+except TransportError as error:
+    print(json.dumps(str(error)), flush=True)
+else:
+    print(json.dumps(""), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_of_processes_that_start_at_once_those_for_which_no_port_is_left_are_told():
+    """All of them found the ports free, and those that came too late looked for one for ever."""
+    options = {"ucx": TCP, "ports": "18400-18401", "posting_threads": 0, "progress_thread": False}
+    with ExitStack() as stack:
+        children = [stack.enter_context(running(STARTING, options)) for _ in range(5)]
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
+        errors = []
+        for child in children:
+            assert child.stdout is not None
+            assert select.select([child.stdout], [], [], PATIENCE_S)[0], "it looks for a port for ever"
+            errors.append(said(child))
+    assert errors.count("") == 2
+    assert sum("0 of the ports 18400-18401 of lo are free, and UCX needs 1" in error for error in errors) == 3
+
+
+def test_a_process_that_keeps_the_turn_for_long_keeps_no_other_from_starting(monkeypatch, caplog):
+    monkeypatch.setattr(module, "TURN_S", 0.0)
+    found = Fence(False, "", {"UCX_TCP_PORT_RANGE": "18402-18403", "UCX_NET_DEVICES": "lo"}, 1)
+    with taking_ports(found), taking_ports(found):
+        assert "another process takes UCX ports" in caplog.text
 
 
 @pytest.mark.parametrize("posting_threads", [0, 2])

@@ -8,14 +8,20 @@ Reads from a dead peer end with UCX's next look at it (`UCX_KEEPALIVE_INTERVAL`)
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvferry.errors import TransportError
 from kvferry.transport.interfaces import addresses, free_ports, has_rdma, interface_of
+
+logger = logging.getLogger("kvferry.transport")
 
 PORTS: Final = "20000-20255"
 """Outside the ports that Linux gives away by itself, and those of Kubernetes' services."""
@@ -24,18 +30,24 @@ TLS: Final = "UCX_TLS"
 DEVICES: Final = "UCX_NET_DEVICES"
 RANGE: Final = "UCX_TCP_PORT_RANGE"
 LOOPBACK: Final = "127.0.0.1"
+TURN_S: Final = 30.0
+"""For all that start before this process: one takes a second at most."""
 
 _NEAR: Final = {TLS: "^tcp", "UCX_MM_ERROR_HANDLING": "y", "UCX_KEEPALIVE_INTERVAL": "1s"}
+_TURN: Final = "\0kvferry ucx ports"
+_AGAIN_S: Final = 0.02
 _RANGE: Final = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 
 
 @dataclass(frozen=True)
 class Fence:
-    """`near`: UCX opens no port. Else `words` say what is open, and what to put around it."""
+    """`near`: UCX opens no port. Else `words` say what is open, and what to put around it. `ports`: how many of the range this
+    process takes on every interface; 0 where any port will do."""
 
     near: bool
     words: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    ports: int = 0
 
 
 def port_range(text: str) -> tuple[int, int]:
@@ -62,14 +74,13 @@ def fence(address: str, ports: str, said: Mapping[str, str], each: int = 1) -> F
     device = "lo" if loopback else interface_of(address)
     if device:
         settings = {DEVICES: device, **settings}
-    _require(settings, each)
-    where = settings.get(DEVICES, "all interfaces")
+    where, taken = settings.get(DEVICES, "all interfaces"), each if settings[RANGE] != "0" else 0
     if loopback:
         words = (
             f"UCX listens on TCP ports {settings[RANGE]} of {where}, since {TLS}={said[TLS]} lets TCP in: "
             f"without that setting none is open"
         )
-        return Fence(False, words, settings)
+        return Fence(False, words, settings, taken)
     words = (
         f"UCX listens on TCP ports {settings[RANGE]} of {where} ({each} for this process), and authenticates no peer: "
         f"any that reaches them reads and writes this process's memory. Let only the engines' machines in, "
@@ -77,7 +88,7 @@ def fence(address: str, ports: str, said: Mapping[str, str], each: int = 1) -> F
     )
     if not device:
         words += f". {address} is no address of this machine: name the interface with ucx, as {DEVICES}"
-    return Fence(False, words, settings)
+    return Fence(False, words, settings, taken)
 
 
 def rule(interface: str, ports: str) -> str:
@@ -102,18 +113,48 @@ def operators(ucx: Mapping[str, str]) -> dict[str, str]:
     return {**ucx, **{name: value for name, value in os.environ.items() if name in (TLS, DEVICES, RANGE)}}
 
 
-def _require(settings: Mapping[str, str], each: int) -> None:
-    """UCX looks for a free port for ever where its range has none."""
-    if settings[RANGE] == "0":
+@contextmanager
+def taking_ports(found: Fence) -> Iterator[None]:
+    """For as long as UCX takes its ports. UCX looks for a free one for ever where its range has none: so they are counted, and
+    raises TransportError where there are too few. Processes that start together take theirs one after the other."""
+    if not found.ports:
+        yield
         return
-    first, last = port_range(settings[RANGE])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as turn:
+        if not _has_turn(turn):
+            logger.warning("another process takes UCX ports for longer than %g s; this one no longer waits for it", TURN_S)
+        _require(found)
+        yield
+
+
+def _has_turn(turn: socket.socket) -> bool:
+    deadline = time.monotonic() + TURN_S
+    while not _takes(turn):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_AGAIN_S)
+    return True
+
+
+def _takes(turn: socket.socket) -> bool:
+    """A name in the abstract namespace, which is the network's, as ports are; it is free again when its process ends."""
+    try:
+        turn.bind(_TURN)
+    except OSError:
+        return False
+    return True
+
+
+def _require(found: Fence) -> None:
+    said = found.settings[RANGE]
+    first, last = port_range(said)
     known = {name for name, _ in addresses()}
-    for device in settings.get(DEVICES, "").split(","):
+    for device in found.settings.get(DEVICES, "").split(","):
         if device and device not in known:
             continue
-        free = free_ports(device, first, last, each)
-        if free < each:
+        free = free_ports(device, first, last, found.ports)
+        if free < found.ports:
             raise TransportError(
-                f"{free} of the ports {settings[RANGE]} of {device or 'this machine'} are free, and UCX needs {each} "
+                f"{free} of the ports {said} of {device or 'this machine'} are free, and UCX needs {found.ports} "
                 f"for this process: widen ucx_ports, or end who holds them (ss -ltnp)"
             )

@@ -27,6 +27,7 @@ from kvferry.transport import ucx
 from kvferry.transport.addresses import Placed, place
 from kvferry.transport.agent import NixlOptions, library, start
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry
+from kvferry.transport.fence import taking_ports
 from kvferry.transport.metadata import Metadata, StorageEntry, decode_metadata, encode_metadata, this_host
 from kvferry.transport.order import ascending
 from kvferry.transport.peers import Flight, Lists, NixlPrepared, NixlRead, Peer, Peers
@@ -78,11 +79,11 @@ class NixlTransport:
         self.name = f"{name}#{secrets.token_hex(4)}"
         self._clock = clock
         self._fence = self.options.fence
-        if self._fence.words:
-            logger.warning("%s: %s", self.name, self._fence.words)
-        with ucx.environment(self._fence.settings):
+        with ucx.environment(self._fence.settings), taking_ports(self._fence):
             self._library = library()
             self._started, self.progresses = start(self.name, self.options, self._library)
+        if self._fence.words:
+            logger.warning("%s: %s", self.name, self._fence.words)
         self._stuck = ""
         self._storages: list[Storage] = []
         self._registered: list[Any] = []
