@@ -447,6 +447,9 @@ def test_an_engines_options_say_where_ucx_listens():
     assert read_options({}).nixl.address == "127.0.0.1"
     key = {"key_file": "/key"}
     assert read_options({"listen": "10.0.0.2:0", **key}).nixl.address == "10.0.0.2"
+    for here in ("LocalHost:0", "[::ffff:127.0.0.1]:0", "[0:0:0:0:0:0:0:1]:0", "[::1%lo]:0", "127.0.0.9:7600"):
+        assert read_options({"listen": here}).nixl.fence.near
+        assert read_options({"listen": here, **key}).nixl.fence.near
     wide = {"listen": "0.0.0.0:7600", "advertise": "prefill-0", "ucx_ports": "20000-20010", **key}
     assert (read_options(wide).nixl.address, read_options(wide).nixl.ports) == ("prefill-0", "20000-20010")
 

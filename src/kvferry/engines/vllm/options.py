@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from kvferry.errors import SessionError, TransportError
 from kvferry.findings import Finding
-from kvferry.session.key import Keys, is_loopback, keys_of, split_address
+from kvferry.session.key import Keys, is_loopback, keys_of, loopback, split_address
 from kvferry.strategy.gathering import SLOT_S
 from kvferry.strategy.staging import BUDGET, LEAST
 from kvferry.transport import NixlOptions
@@ -93,6 +93,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     def nixl(self) -> NixlOptions:
         """UCX opens a port only for an engine whose address is not loopback: it authenticates no peer."""
         host = split_address(self.listen)[0]
+        address = self.advertise if self.advertise and not is_loopback(host) else host
         return NixlOptions(
             self.backend,
             self.progress_thread,
@@ -102,7 +103,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
             dict(self.ucx),
             self.posting_threads,
             self.sync,
-            address=self.advertise if self.advertise and not is_loopback(host) else host,
+            address=loopback(address) or address,
             ports=self.ucx_ports,
         )
 
