@@ -8,12 +8,13 @@ the same ones for all its layers.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, product
 from math import prod
 from typing import Final, NamedTuple
 
@@ -26,14 +27,17 @@ CIRCLE: Final = 1 << 32
 MOST_SOURCES: Final = 16
 """Ranks that one rank reads where fewer would do: each is a connection, a handshake, and a read of every request. What takes
 more ranks to hold is read from all of them."""
-MAX_LOOKS: Final = 1 << 20
-"""Boxes that a part is cut into by what the producer's ranks hold of it, times the boxes that these hold."""
+MAX_LOOKS: Final = 1 << 19
+"""Boxes that all parts are cut into by what the producer's ranks hold of them, each counted once more for every different box
+that holds it. 256 ranks read by 256 need some thousands."""
 _GOLDEN: Final = 2_654_435_769
 """The golden section of the circle: kinds of layers that follow each other begin far apart."""
 _FINE: Final = 1 << 10
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
+Cells = tuple[list[tuple[Box, list[int]]], list[Box]]
+"""Boxes with the ranks that hold each, and boxes that no rank holds."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Route:
 
 class Fleet:
     """An engine's ranks, checked and indexed by layer name. Layers of equal `alike` lie alike on all ranks. Layers of equal
-    `held_by` are held by the same ranks. Ranks of equal number in `bodies` differ in nothing but rank and addresses."""
+    `held_by` are held by the same ranks. Ranks of equal number in `bodies` differ in nothing but rank and addresses.
+    `looks` is what was spent of MAX_LOOKS."""
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
         self.manifests = tuple(sorted(manifests, key=lambda m: m.identity.rank.ordinal))
@@ -75,7 +80,8 @@ class Fleet:
         }
         self.models = {m.identity.model for m in self.manifests}
         self._contents: dict[int, set[Content]] = {}
-        self._cells: dict[tuple[object, ...], list[tuple[Box, list[int]]]] = {}
+        self._cells: dict[tuple[object, ...], Cells] = {}
+        self.looks = 0
         self._boxes: dict[tuple[object, ...], tuple[tuple[int, Box], ...]] = {}
 
     @cached_property
@@ -94,17 +100,9 @@ class Fleet:
 
     def part_boxes(self, consumer: Manifest, layer: Layer, part: int, at: Place) -> tuple[tuple[int, Box], ...]:
         """The boxes of a consumer's part, each with the producer rank to read it from; `at` is the layer's place on its arc."""
-        mine = layer.parts[part]
-        shape = consumer.shapes[mine.shape]
+        shape = consumer.shapes[layer.parts[part].shape]
         live = live_box(shape)
-        key = (self.alike.get(layer.name, -1), mine.name, tuple(a.name for a in shape.axes), live)
-        cells = self._cells.get(key)
-        if cells is None:
-            held = self.held(layer.name, mine.name, shape)
-            try:
-                cells = self._cells[key] = [cell for cell in _cells(live, held) if cell[1]]
-            except ScatteredError as error:
-                raise ScatteredError(f"{layer.name} {mine.name}: {error}") from None
+        key, (cells, _) = self._cut(layer, layer.parts[part].name, shape, live)
         arcs, arc = readers_of(shape, live, consumer.identity.rank)
         chosen = tuple(
             holders[(arc * CIRCLE + at.of(len(holders), arcs)) * len(holders) // (arcs * CIRCLE)] for _, holders in cells
@@ -114,7 +112,23 @@ class Fleet:
             found = self._boxes[key, chosen] = _glued(list(zip(chosen, (cell for cell, _ in cells), strict=True)))
         return found
 
-    def held(self, layer: str, part: str, shape: Shape) -> list[tuple[int, Box]]:
+    def unheld(self, layer: Layer, part: str, shape: Shape) -> list[Box]:
+        """The boxes of a consumer's part that no rank holds."""
+        return self._cut(layer, part, shape, live_box(shape))[1][1]
+
+    def _cut(self, layer: Layer, part: str, shape: Shape, live: Box) -> tuple[tuple[object, ...], Cells]:
+        key = (self.alike.get(layer.name, -1), part, tuple(a.name for a in shape.axes), live)
+        found = self._cells.get(key)
+        if found is None:
+            try:
+                found, looks = _cells(live, self._held(layer.name, part, shape), MAX_LOOKS - self.looks)
+            except ScatteredError as error:
+                raise ScatteredError(f"{layer.name} {part}: {error}") from None
+            self._cells[key] = found
+            self.looks += looks
+        return key, found
+
+    def _held(self, layer: str, part: str, shape: Shape) -> list[tuple[int, Box]]:
         """What each rank holds of a part, its axes in the order of `shape`'s."""
         return [
             (index, owned_box(shape, self.manifests[index].shapes[twin.shape]))
@@ -232,27 +246,42 @@ def readers_of(shape: Shape, live: Box, rank: Rank) -> tuple[int, int]:
     return readers, rank.tp % readers
 
 
-def _cells(wanted: Box, held: Sequence[tuple[int, Box]]) -> Iterator[tuple[Box, list[int]]]:
-    """`wanted` cut at the holders' borders, each cell with those who hold it; raises ScatteredError for too many."""
+def _cells(wanted: Box, held: Sequence[tuple[int, Box]], most: int) -> tuple[Cells, int]:
+    """`wanted` cut at the holders' borders: the cells with those who hold each, the cells that nobody holds, and how many looks
+    that took; raises ScatteredError for more than `most`."""
     alike: dict[Box, list[int]] = defaultdict(list)
     for holder, box in held:
         alike[box].append(holder)
-    cuts = []
-    for axis, (start, stop) in enumerate(wanted):
-        cuts.append(list(pairwise(sorted({start, stop, *(p for box in alike for p in box[axis] if start < p < stop)}))))
-    cells = prod(map(len, cuts))
-    if cells * len(alike) > MAX_LOOKS:
+    borders = [
+        sorted({start, stop, *(p for box in alike for p in box[axis] if start < p < stop)})
+        for axis, (start, stop) in enumerate(wanted)
+    ]
+    inside = {box: [_between(cuts, interval) for cuts, interval in zip(borders, box, strict=True)] for box in alike}
+    cells = prod(len(cuts) - 1 for cuts in borders)
+    looks = cells + sum(prod(map(len, ranges)) for ranges in inside.values())
+    if looks > most:
         raise ScatteredError(
             f"what {len(held):,} ranks of the producer hold of it cuts it into {cells:,} boxes, too many to find in "
-            f"{len(alike):,}: they share it out as no engine does"
+            f"{len(alike):,}, with those of other layers: they share it out as no engine does"
         )
-    for cell in product(*cuts):
-        found = [
-            holders
-            for box, holders in alike.items()
-            if all(a <= c and d <= b for (a, b), (c, d) in zip(box, cell, strict=True))
-        ]
-        yield cell, sorted(chain.from_iterable(found))
+    holders: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for box, ranges in inside.items():
+        for at in product(*ranges):
+            holders[at] += alike[box]
+    found: Cells = ([], [])
+    for at in product(*(range(len(cuts) - 1) for cuts in borders)):
+        cell = tuple((cuts[i], cuts[i + 1]) for cuts, i in zip(borders, at, strict=True))
+        if at in holders:
+            found[0].append((cell, sorted(holders[at])))
+        else:
+            found[1].append(cell)
+    return found, looks
+
+
+def _between(cuts: Sequence[int], interval: Interval) -> range:
+    """Which of the stretches between cuts an interval covers; its ends are among them, or beyond."""
+    start, stop = interval
+    return range(bisect_left(cuts, start), max(0, bisect_right(cuts, stop) - 1)) if start < stop else range(0)
 
 
 def _glued(cells: list[tuple[int, Box]]) -> tuple[tuple[int, Box], ...]:
@@ -285,7 +314,7 @@ def missing(consumer: Manifest, layers: Iterable[Layer], fleet: Fleet) -> tuple[
             shape = consumer.shapes[part.shape]
             live = live_box(shape)
             if sum(volume(box) for _, box in fleet.part_boxes(consumer, layer, i, _ANYWHERE)) < volume(live):
-                lacking = [(0, cell) for cell, holders in _cells(live, fleet.held(layer.name, part.name, shape)) if not holders]
+                lacking = [(0, cell) for cell in fleet.unheld(layer, part.name, shape)]
                 for n in range(len(live)):
                     lacking = _glue(lacking, n)
                 for _, box in lacking:
