@@ -20,6 +20,7 @@ from kvferry.doctor.rules import KNOWN
 from kvferry.engines.vllm.options import Options, option_troubles
 from kvferry.findings import errors
 from kvferry.models import Side, load_model
+from kvferry.session import read_keys
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,6 +75,25 @@ def test_a_shown_engine_has_nothing_that_check_would_find(command):
     pair = (mine, second) if mine.role != "kv_consumer" else (first, mine)
     assert errors(check_commands(*pair).findings) == []
     assert mine.ferry is not None
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_the_shown_steps_replace_a_key(end, tmp_path):
+    """A Secret's key often has no newline: two such keys on one line were read as a third one."""
+    page = (ROOT / "docs" / "how-to.md").read_text().partition("## Replace the cluster's key")[2].partition("\n## ")[0]
+    steps = re.findall(r"^ +```sh\n(.*?)^ +```", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(steps) == 3
+    old, used = tmp_path / "old.key", tmp_path / "used"
+    old.touch(0o600)
+    old.write_text("the key that all engines have used until now" + end)
+    held = []
+    for step in steps:
+        shown = step.replace("/run/secrets/kvferry", str(used))
+        done = run("sh", "-ec", "umask 077\n" + shown, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        held.append(read_keys(used).all)
+    (first,), (new,) = read_keys(old).all, read_keys(tmp_path / "new.key").all
+    assert held == [(first, new), (new, first), (new,)]
 
 
 def test_shown_options_are_options():
