@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache, customize_attention_spec
 from vllm.version import __version__
 
+from kvferry.engines.vllm.certify_self import write_index
 from kvferry.engines.vllm.evidence import Case, Evidence, Sighting, Trouble
 from kvferry.engines.vllm.layouts import Grid, candidate, digest, places
 from kvferry.errors import KVFerryError
@@ -153,9 +154,7 @@ def _write_latent(trial: Trial, view: Any, values: Sequence[Any], slots: Any) ->
 
 
 def _write_index(trial: Trial, view: Any, values: Sequence[Any], slots: Any) -> None:
-    from vllm import _custom_ops
-
-    _custom_ops.indexer_k_quant_and_cache(values[0][:, 0].contiguous(), view.squeeze(1), slots, 128, "ue8m0")
+    write_index(values[0][:, 0].contiguous(), view.squeeze(1), slots)
 
 
 def _kv(tokens: Iterable[int], heads_and_dims: Iterable[tuple[int, int]]) -> tuple[Shape, ...]:

@@ -86,3 +86,8 @@ def recorded() -> Sequence[Evidence]:
 def release_of(version: str) -> str:
     """Patch releases keep what caches look like."""
     return ".".join(version.split(".")[:2])
+
+
+def is_recorded(version: str) -> bool:
+    """Whether runs that are kept have seen this release."""
+    return release_of(version) in {release_of(run.vllm) for run in recorded()}
