@@ -16,7 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.engines.vllm.evidence import Evidence, Sighting, recorded, release_of
+from kvferry.engines.vllm.evidence import Evidence, Sighting, recorded
+from kvferry.engines.vllm.releases import release_of
 from kvferry.strided import Digits, Ints, spread
 
 

@@ -12,8 +12,8 @@ from math import prod
 from typing import Any, Final, Literal
 
 from kvferry.engines.vllm.drafters import drafted_layers
-from kvferry.engines.vllm.evidence import release_of
 from kvferry.engines.vllm.layouts import Cell, Grid, Own
+from kvferry.engines.vllm.releases import release_of
 from kvferry.engines.vllm.states import StateLayer, dtype_name, state_parts
 from kvferry.engines.vllm.surface import Group as VllmGroup
 from kvferry.engines.vllm.surface import KVCacheConfig, Layers, Tensor, VllmConfig
@@ -146,7 +146,7 @@ def _group(index: int, group: VllmGroup, kv_caches: Mapping[str, Tensor], worker
     names = group.layer_names
     spec = spec_of(group.kv_cache_spec, names[0] if names else "")
     where = names[0] if names else f"group {index}"
-    if group.host_resident:
+    if getattr(group, "host_resident", False):
         raise ManifestError(f"{where}: group {index} lives in host memory beside the device pool: not supported; turn it off")
     if _kind(spec) == "MambaSpec":
         return Group(index, StatePaged(), worker.blocks, hashed=hashed)
@@ -209,7 +209,7 @@ def _heads(name: str, spec: Any, worker: _Worker) -> Extent:
     """A rank with several heads has an equal share; with one it may be a replica, and the model must say of what."""
     local: int = spec.num_kv_heads
     size = worker.shard.size
-    if spec.max_tp_shards == 1:
+    if getattr(spec, "max_tp_shards", None) == 1:
         return whole("head", local)
     total = local * size
     if local == 1 and size > 1:

@@ -16,18 +16,17 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-from vllm.version import __version__
 
 from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.certify_self import certify_self
 from kvferry.engines.vllm.drafters import without_other_drafters
-from kvferry.engines.vllm.evidence import is_recorded
 from kvferry.engines.vllm.firsts import Firsts
 from kvferry.engines.vllm.haste import grace_s
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.engines.vllm.options import RETRY_S, Options
 from kvferry.engines.vllm.quay import rings_of
+from kvferry.engines.vllm.releases import this_release
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import spec_of
 from kvferry.engines.vllm.wharf import Wharf
@@ -76,8 +75,10 @@ class WorkerHalf:
         engine = self._config.kv_transfer_config.engine_id
         identity = Identity(engine, "starting", "starting", self._rank)
         caches, conv, shard = self._kv_cache_config, get_conv_state_layout(), Shard(self._rank.tp, self._rank.tp_size)
-        own = certify_self(caches, kv_caches, self._config, shard, conv, is_recorded(__version__))
-        manifest = manifest_of(caches, kv_caches, self._config, identity, version=__version__, conv_layout=conv, own=own)
+        own = certify_self(caches, kv_caches, self._config, shard, conv, this_release().is_seen)
+        manifest = manifest_of(
+            caches, kv_caches, self._config, identity, version=this_release().version, conv_layout=conv, own=own
+        )
         name = f"{engine}.{self._rank.ordinal}"
         rings = rings_of(self._config.kv_transfer_config)
         wharf = Wharf(name, manifest, self._options, self._kv_cache_config.num_blocks, identity, rings)
