@@ -133,6 +133,7 @@ def test_an_engine_of_an_unseen_release_says_so_once_and_makes_no_load_in_its_st
     pretend("vllm.version", __version__="0.99.1")
     logger = logging.getLogger("kvferry.vllm")  # The connector puts it below vLLM's, which passes nothing on.
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    caplog.set_level(logging.WARNING, logger.name)
     with engines(*sides("llama", {}, {})) as (_, here):
         assert not here.connector.scheduler.can_undo
     with engines(*sides("nemotron-h", {}, {}, prefix_caching=True)) as (_, here):
