@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvferry.bench.child import Child, child
 from kvferry.bench.memory import Memory, allocate
 from kvferry.engines.vllm import manifest_of
+from kvferry.engines.vllm.layouts import Cell, Grid, Own, certified
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import KVFerryError
@@ -348,8 +349,20 @@ def declared(side: Side, rank: int, engine: str, address: int, label: Kind) -> t
         Identity(engine, "1", "model", Rank(rank, side.tp)),
         version="0.32.0",
         conv_layout=side.conv,
+        own=Own(_cells(side, caches)),
     )
     return manifest, caches
+
+
+def _cells(side: Side, caches: Mapping[str, StubTensor]) -> dict[str, Cell]:
+    """What runs have recorded of the side's backend."""
+    out = {}
+    for name, tensor in caches.items():
+        if len(tensor.shape) == 4 and tensor.shape[2] > 1:
+            grid = Grid(tensor.shape[2], tensor.shape[3], tensor.strides[2])
+            cell = certified("0.32.0", side.backend, side.isa, tensor.dtype, side.layout, grid)
+            out |= {name: cell} if cell is not None else {}
+    return out
 
 
 def _attention_layer(side: Side) -> Any:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.engines.vllm import layouts
-from kvferry.engines.vllm.evidence import Case, Evidence, recorded, release_of
+from kvferry.engines.vllm.evidence import Case, Evidence, recorded
 from kvferry.engines.vllm.layouts import CERTIFICATES, Certificate, Grid, candidate, certified, digest, places, replay
+from kvferry.engines.vllm.releases import release_of
 from kvferry.engines.vllm.supported import page
 from vllm_stubs import as_if_seen
 

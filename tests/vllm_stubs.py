@@ -120,7 +120,26 @@ def _manifest(side: Side, engine: str, rank: int) -> Manifest:
         Identity(engine, "1", "model", Rank(rank, side.tp)),
         version=side.version,
         conv_layout="SD",
+        own=layouts.Own(_cells(side, tensors)),
     )
+
+
+def _cells(side: Side, tensors: Mapping[str, StubTensor]) -> dict[str, layouts.Cell]:
+    """Of heads in slots of their own; what `as_if_seen` says was seen."""
+    form = _format(side)
+    out = {}
+    for name, tensor in tensors.items():
+        grid = layouts.Grid(side.block, tensor.shape[3], tensor.strides[2])
+        cell = layouts.certified(side.version, side.backend, "", form, side.layout, grid)
+        if cell is not None and not side.slots:
+            out[name] = cell
+    return out
+
+
+def _format(side: Side) -> str:
+    if not side.quantized:
+        return side.dtype
+    return {"fp8": "fp8_e4m3"}.get(side.asked, side.asked)
 
 
 def as_if_seen(monkeypatch: Any, seen: Mapping[str, Sequence[str]], formats: Sequence[str] = ("bfloat16",)) -> None:

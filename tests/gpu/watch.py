@@ -57,7 +57,7 @@ from byte_crossing import cross, pair  # noqa: E402
 from engine import Setup, start  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from kvferry.engines.vllm import certify, certify_states, layouts  # noqa: E402
+from kvferry.engines.vllm import certify, certify_states  # noqa: E402
 from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble, recorded  # noqa: E402
 from kvferry.engines.vllm.supported import page  # noqa: E402
 from kvferry.fleet.device import Device, device_name  # noqa: E402
@@ -309,13 +309,6 @@ def run_apart(jobs: Sequence[Job], until: float, seen: Callable[[int, Evidence],
                     seen(index, blank(troubles=(Trouble(child.name, why),)))
 
 
-def trust(run: Evidence) -> None:
-    """What was seen a moment ago counts for the rest of this run."""
-    kept = layouts.recorded()
-    layouts.recorded = lambda: (*kept, run)  # type: ignore[attr-defined]
-    layouts._seen.cache_clear()
-
-
 def told(run: Evidence) -> str:
     return f"{len(run.sightings)} sightings, {len(run.states)} states, {len(run.moves)} moves, {len(run.troubles)} troubles"
 
@@ -383,7 +376,6 @@ def main(folder: str, seconds: str = "", *only: str) -> None:
 
     first = [job for job in (*of_ops(), *of_states()) if not only or job.name in only]
     run_all(first, until, keep)
-    trust(together())
     run_all([*of_moves(only)], until, lambda index, part: keep(len(first) + index, part))
     run = together()
     tell(told(run))

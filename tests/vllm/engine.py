@@ -35,8 +35,11 @@ from vllm.version import __version__ as vllm_version
 
 from crossing import architectures
 from kvferry.engines.vllm import manifest_of
+from kvferry.engines.vllm.certify_self import certify_self
+from kvferry.engines.vllm.layouts import Grid, Own, certified
 from kvferry.engines.vllm.states import GROUP_FIELDS
 from kvferry.manifest import Identity, Manifest, Rank
+from kvferry.manifest.kinds import Shard
 
 POOL_BYTES = 256 << 20
 MAX_TOKENS = 256
@@ -154,7 +157,22 @@ class Worker:
                 Identity(engine, "1", setup.model, Rank(setup.rank, setup.tp, setup.stage, setup.pp)),
                 version=vllm_version,
                 conv_layout=setup.conv,
+                own=self._own(setup.declared_isa),
             )
+
+    def _own(self, isa: str) -> Own:
+        """What ops and kernels do; or what is recorded of another instruction set, where the adapter is to be told of one."""
+        setup = self.setup
+        if not isa:
+            shard = Shard(setup.rank, setup.tp)
+            return certify_self(self.kv_cache_config, self.kv_caches, self.vllm_config, shard, setup.conv, recorded=True)
+        cells = {}
+        for name, tensor in self.kv_caches.items():
+            if type(self.layers[name]).__name__ == "Attention":
+                grid, form = Grid(*tensor.shape[2:], tensor.stride(2)), str(tensor.dtype).removeprefix("torch.")
+                cell = certified(vllm_version, "CPU_ATTN", isa, form, self.vllm_config.cache_config.kv_cache_layout, grid)
+                cells |= {name: cell} if cell is not None else {}
+        return Own(cells)
 
     @contextmanager
     def _declaring(self, isa: str) -> Iterator[None]:

@@ -31,7 +31,9 @@ class Recorder(KVConnectorBase_V1, SupportsHMA):
         from vllm.version import __version__
 
         from kvferry.engines.vllm import manifest_of
+        from kvferry.engines.vllm.certify_self import certify_self
         from kvferry.manifest import Identity, Rank
+        from kvferry.manifest.kinds import Shard
 
         extra = self._config.kv_transfer_config.kv_connector_extra_config
         rank = Rank(parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size())
@@ -42,6 +44,9 @@ class Recorder(KVConnectorBase_V1, SupportsHMA):
             Identity("P", "1", extra["model"], rank),
             version=__version__,
             conv_layout=get_conv_state_layout(),
+            own=certify_self(
+                self._cache, kv_caches, self._config, Shard(rank.tp, rank.tp_size), get_conv_state_layout(), recorded=True
+            ),
         )
         (Path(extra["folder"]) / f"{rank.tp}.json").write_bytes(msgspec.json.encode(manifest))
 

@@ -20,6 +20,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def _put(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, form: str, scale: Any) -> None:
+    values, slots = values[slots >= 0], slots[slots >= 0]
     at = slots // cache.shape[1], slots % cache.shape[1]
     if form.startswith("fp8"):
         cache.view(torch.uint8)[at] = (values.float() / scale).to(FP8).view(torch.uint8)
@@ -49,6 +50,8 @@ def index(k: Any, cache: Any, slots: Any, width: int, form: str) -> None:
     numbers = (k.float() / own).to(FP8).view(torch.uint8)
     pages = cache.as_strided((cache.shape[0], tokens * cache.shape[2]), (cache.stride(0), 1))
     for i, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
         block, at = divmod(slot, tokens)
         pages[block, at * dim : (at + 1) * dim] = numbers[i]
         pages[block, tokens * dim + at * 4 : tokens * dim + (at + 1) * 4] = own[i].view(torch.uint8)
@@ -57,6 +60,7 @@ def index(k: Any, cache: Any, slots: Any, width: int, form: str) -> None:
 def by_token_and_head(
     key: Any, value: Any, keys: Any, values: Any, k_scales: Any, v_scales: Any, slots: Any, kv_quant_mode: Any
 ) -> None:
+    key, value, slots = key[slots >= 0], value[slots >= 0], slots[slots >= 0]
     at = slots // keys.shape[1], slots % keys.shape[1]
     for given, cache, scales in ((key, keys, k_scales), (value, values, v_scales)):
         own = given.float().abs().amax(2) / 100

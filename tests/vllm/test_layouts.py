@@ -18,12 +18,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvferry.engines.vllm import certify_states, layouts
+from kvferry.engines.vllm import certify_states
 from kvferry.engines.vllm.certify import CPU_SUBJECTS, CUDA_SUBJECTS, LAYOUTS, OpError, Subject, certify, subjects
-from kvferry.engines.vllm.certify_states import StateError, watch_state
 from kvferry.engines.vllm.certify_states import certify_states as watch_states
+from kvferry.engines.vllm.certify_states import watch_state
 from kvferry.engines.vllm.evidence import Evidence, recorded
 from kvferry.engines.vllm.layouts import CERTIFICATES, replay
+from kvferry.engines.vllm.state_kernels import StateError
 from kvferry.errors import ManifestError
 from kvferry.manifest.kinds import Shard
 
@@ -145,18 +146,14 @@ def test_control_a_kernel_that_keeps_a_state_otherwise_is_noticed(monkeypatch: p
 
 
 @pytest.fixture
-def gpu_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Evidence]:
-    """Layers of GPU backends over stand-ins of their ops, and evidence that those were seen in every layout."""
+def gpu_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers of GPU backends over stand-ins of their ops."""
     start()
     stand_ins.install(monkeypatch)
     stand_ins.choose_backends(monkeypatch)
-    run = seen_on_stand_ins()
-    seen_here = recorded()
-    monkeypatch.setattr(layouts, "recorded", lambda: (*seen_here, run))
-    monkeypatch.setattr(layouts, "_seen", layouts._seen.__wrapped__)
     workers.cache_clear()
     pair.cache_clear()
-    yield run
+    yield
     workers.cache_clear()
     pair.cache_clear()
 

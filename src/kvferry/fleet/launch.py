@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvferry.engines.vllm.releases import place_of
 from kvferry.fleet import patches, process_group
 from kvferry.fleet.device import Device
 from kvferry.fleet.zygote import Start
@@ -172,11 +173,10 @@ def serve(arguments: Sequence[str]) -> None:
     """An API server, or several, until they are told to end."""
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
-    validate_parsed_serve_args(args)
+    args = place_of("make_arg_parser")(FlexibleArgumentParser()).parse_args(list(arguments))
+    place_of("validate_parsed_serve_args")(args)
     if (args.api_server_count or 1) > 1:
         from vllm.entrypoints.cli.serve import run_multi_api_server
 

@@ -1,4 +1,4 @@
-"""KVFerry for vLLM 0.32: a worker's manifest, and the connector.
+"""KVFerry for vLLM: a worker's manifest, and the connector.
 
 The connector needs vLLM and is imported when it is asked for; manifests need neither vLLM nor torch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvferry.engines.vllm import dynamo
+from kvferry.engines.vllm import dynamo, releases
 from kvferry.engines.vllm.manifest import manifest_of
 
 if TYPE_CHECKING:
@@ -18,8 +18,11 @@ __all__ = ["KVFerryConnector", "manifest_of", "register"]
 
 def __getattr__(name: str) -> Any:
     if name == "KVFerryConnector":
-        from kvferry.engines.vllm.connector import KVFerryConnector
-
+        releases.this_release()
+        try:
+            from kvferry.engines.vllm.connector import KVFerryConnector
+        except ImportError as error:
+            raise releases.missing(error) from error
         return KVFerryConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -22,14 +22,15 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.worker.utils import allocate_kv_cache, customize_attention_spec
+from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.version import __version__
 
+from kvferry.engines.vllm.certify_self import write_index
 from kvferry.engines.vllm.evidence import Case, Evidence, Sighting, Trouble
 from kvferry.engines.vllm.layouts import Grid, candidate, digest, places
+from kvferry.engines.vllm.releases import customized, place_of
 from kvferry.errors import KVFerryError
 from kvferry.strided import Ints
 
@@ -153,9 +154,7 @@ def _write_latent(trial: Trial, view: Any, values: Sequence[Any], slots: Any) ->
 
 
 def _write_index(trial: Trial, view: Any, values: Sequence[Any], slots: Any) -> None:
-    from vllm import _custom_ops
-
-    _custom_ops.indexer_k_quant_and_cache(values[0][:, 0].contiguous(), view.squeeze(1), slots, 128, "ue8m0")
+    write_index(values[0][:, 0].contiguous(), view.squeeze(1), slots)
 
 
 def _kv(tokens: Iterable[int], heads_and_dims: Iterable[tuple[int, int]]) -> tuple[Shape, ...]:
@@ -281,13 +280,13 @@ def allocate(trial: Trial, latent: bool, device: Any) -> _Cache:
         )
     else:
         spec = FullAttentionSpec(**common, head_size=trial.dims[0])
-    spec = customize_attention_spec(_backend(trial.backend), spec)
+    spec = customized(_backend(trial.backend), spec)
     cache_config = SimpleNamespace(
         get_resolved_kv_cache_layout=lambda: layout, prefix_cache_retention_interval=None, num_gpu_blocks_override=BLOCKS
     )
     config = SimpleNamespace(cache_config=cache_config, attention_config=SimpleNamespace(hisparse_config=None))
     groups = [KVCacheGroupSpec(list(LAYERS), spec)]
-    found = get_kv_cache_config_from_groups(config, groups, 1 << 40)
+    found = place_of("get_kv_cache_config_from_groups")(config, groups, 1 << 40)
     view = allocate_kv_cache(found, device, layout, [trial.tokens])[LAYERS[1]]
     memory = torch.empty(0, dtype=torch.uint8, device=device).set_(view.untyped_storage())
     return _Cache(view, memory, view.data_ptr() - memory.data_ptr())

@@ -15,12 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.engines.vllm import register
 from kvferry.engines.vllm.cargo import Orders, RankCard, Report
 from kvferry.engines.vllm.options import buffered, read_options
 from kvferry.engines.vllm.refusals import refuse_unserved
+from kvferry.engines.vllm.releases import hit_source, this_release
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.tables import only_states_lag
@@ -32,12 +32,15 @@ from kvferry.errors import SessionError
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """In a scheduler's process it has a SchedulerHalf, in a worker's a WorkerHalf."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = hit_source()
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         logging.getLogger("kvferry").parent = logging.getLogger("vllm")
-        refuse_unserved(vllm_config, current_platform.device_type)
+        release = this_release()
+        if release.off and role is KVConnectorRole.SCHEDULER:
+            logging.getLogger("kvferry.vllm").warning("%s", release)
+        refuse_unserved(vllm_config, current_platform.device_type, release, kv_cache_config)
         transfer, device = vllm_config.kv_transfer_config, current_platform.device_type
         options = buffered(read_options(transfer.kv_connector_extra_config), transfer.kv_buffer_device, device)
         sys.setswitchinterval(options.switching_s(device, sys.getswitchinterval()))
@@ -66,7 +69,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """Then vLLM offers the tokens that attention has in the cache, also where no state is kept at their end: what a prompt
         that ended inside a block leaves behind. Where nothing is loaded after all, vLLM goes back to where all groups agree."""
-        return only_states_lag(self._kv_cache_config.kv_cache_groups)
+        return this_release().is_seen and only_states_lag(self._kv_cache_config.kv_cache_groups)
 
     @property
     def requires_kv_delivery(self) -> bool:

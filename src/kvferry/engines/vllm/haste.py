@@ -50,7 +50,7 @@ def may_hurry(config: Any, kv_cache_config: Any) -> bool:
     return (
         len(groups) == 1
         and all(map(keeps_every_token, specs_of(groups[0].kv_cache_spec)))
-        and not kv_cache_config.needs_kv_cache_zeroing
+        and not getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
         and config.kv_transfer_config.kv_load_failure_policy == "fail"
         and config.parallel_config.pipeline_parallel_size == 1
         and config.speculative_config is None

@@ -1,21 +1,23 @@
 """What vLLM's backends keep in an attention cell, and which of it is certified.
 
 A grid is one (kernel block, kv head) of a cache tensor; its strides do not say how a backend orders K and V in it. A
-certificate says so for a backend and some cache formats. It counts where the engine's own cache-write op was seen to write
-so, byte by byte, in that cache layout and release of vLLM: what was seen is kept as evidence. All else is an opaque cell.
+certificate says so for a backend and some cache formats. An engine declares the cell that its own cache-write op was seen to
+write when it started (`certify_self`). What runs on other machines saw is kept as evidence, for `kvferry check` and the
+documentation. All else is an opaque cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from typing import Final
 
 import numpy as np
 
-from kvferry.engines.vllm.evidence import Evidence, Sighting, recorded, release_of
+from kvferry.engines.vllm.evidence import Evidence, Sighting, recorded
+from kvferry.engines.vllm.releases import release_of
 from kvferry.strided import Digits, Ints, spread
 
 
@@ -100,6 +102,15 @@ def _index_then_scales(grid: Grid) -> Cell:
 
 
 @dataclass(frozen=True)
+class Own:
+    """What an engine saw of its own caches when it started: the cells that its ops write, by layer, and the recurrent layers
+    whose kernels keep a state otherwise than declared. A layer without a cell is opaque."""
+
+    cells: Mapping[str, Cell] = field(default_factory=dict)
+    opaque_states: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Certificate:
     """A layout, and where it holds: tokens and elements a token are multiples of these, and tokens lie behind each other
     unless they may be `apart`, as the tensor's strides have it."""
@@ -113,9 +124,12 @@ class Certificate:
     apart: bool = False
 
     def covers(self, backend: str, isa: str, form: str, grid: Grid) -> bool:
-        named = (self.backend, self.isa) == (backend, isa) and form in self.formats
-        fits = grid.tokens % self.token_multiple == 0 and grid.width % self.width_multiple == 0
-        return named and fits and (self.apart or grid.pitch == grid.width)
+        return (self.backend, self.isa) == (backend, isa) and self.fits(form, grid)
+
+    def fits(self, form: str, grid: Grid) -> bool:
+        """Whether a backend might keep this grid so, whatever its name."""
+        whole = grid.tokens % self.token_multiple == 0 and grid.width % self.width_multiple == 0
+        return form in self.formats and whole and (self.apart or grid.pitch == grid.width)
 
 
 _FLOATS: Final = frozenset({"float32", "float16", "bfloat16"})
@@ -149,6 +163,11 @@ def candidate(backend: str, isa: str, form: str, grid: Grid) -> Cell | None:
     return next((one.cell(grid) for one in CERTIFICATES if one.covers(backend, isa, form, grid)), None)
 
 
+def known(form: str, grid: Grid) -> tuple[Cell, ...]:
+    """Every cell of the table that a grid of a cache format could be, each once."""
+    return tuple(dict.fromkeys(one.cell(grid) for one in CERTIFICATES if one.fits(form, grid)))
+
+
 def certified(version: str, backend: str, isa: str, form: str, layout: str, grid: Grid) -> Cell | None:
     """The layout of a grid of the cache format `form` in the cache layout `layout`; None where none is certified."""
     if (release_of(version), backend, isa, form, layout) not in _seen():
@@ -163,21 +182,24 @@ def _seen() -> frozenset[tuple[str, str, str, str, str]]:
     )
 
 
+def elements_of(plane: Plane, heads: int, head_stride: int) -> Ints:
+    """Where a part's elements lie, from the block's first: [head][token][dim], or [head][token][element] of packed rows."""
+    shares = np.arange(heads if plane.by_head else 1, dtype=np.int64)[:, None, None] * head_stride
+    tokens = spread(plane.start, plane.token)[:, None]
+    return tokens + (np.arange(plane.row) if plane.row else spread(0, plane.dim)) + shares
+
+
 def places(cell: Cell, heads: int, head_stride: int, size: int) -> Ints:
     """Bytes, from the block's first, where elements of `size` bytes are said to begin, in one fixed order.
 
     Numbers: [part][head][token][dim]. Packed rows: for each token all of its bytes, ascending.
     """
-    shares = np.arange(heads, dtype=np.int64)[:, None] * head_stride
-    if any(plane.row for plane in cell):
-        by_token = []
-        for plane in cell:
-            start = spread(plane.start, plane.token)[:, None] + np.arange(plane.row)
-            by_token.append((start[:, None] + shares[: heads if plane.by_head else 1]).reshape(len(start), -1))
-        elements = np.concatenate(by_token, axis=1) * size
-        return np.sort((elements[:, :, None] + np.arange(size)).reshape(len(elements), -1), axis=1).reshape(-1)
-    planes = [(spread(p.start, (*p.token, *p.dim)) + shares[: heads if p.by_head else 1]).reshape(-1) for p in cell]
-    return np.concatenate(planes) * size
+    planes = [elements_of(plane, heads, head_stride) for plane in cell]
+    if not any(plane.row for plane in cell):
+        return np.concatenate([plane.reshape(-1) for plane in planes]) * size
+    by_token = [plane.transpose(1, 0, 2).reshape(plane.shape[1], -1) for plane in planes]
+    elements = np.concatenate(by_token, axis=1) * size
+    return np.sort((elements[:, :, None] + np.arange(size)).reshape(len(elements), -1), axis=1).reshape(-1)
 
 
 def digest(found: Ints) -> str:

@@ -12,8 +12,8 @@ from math import prod
 from typing import Any, Final, Literal
 
 from kvferry.engines.vllm.drafters import drafted_layers
-from kvferry.engines.vllm.evidence import release_of
-from kvferry.engines.vllm.layouts import Cell, Grid, certified
+from kvferry.engines.vllm.layouts import Cell, Grid, Own
+from kvferry.engines.vllm.releases import release_of
 from kvferry.engines.vllm.states import StateLayer, dtype_name, state_parts
 from kvferry.engines.vllm.surface import Group as VllmGroup
 from kvferry.engines.vllm.surface import KVCacheConfig, Layers, Tensor, VllmConfig
@@ -80,6 +80,7 @@ class _Worker:
     version: str
     conv: Literal["ds", "sd"]
     drafted: frozenset[str]
+    own: Own
 
 
 def manifest_of(
@@ -90,10 +91,12 @@ def manifest_of(
     *,
     version: str,
     conv_layout: str,
+    own: Own,
 ) -> Manifest:
     """What a worker holds once its layers are bound to `kv_caches`.
 
-    `version` is vLLM's, since layouts are certified by release; `conv_layout` is its `get_conv_state_layout()`: SD or DS.
+    `own` is what the engine saw of its own caches. `version` is vLLM's: opaque cells of two releases are not compared.
+    `conv_layout` is its `get_conv_state_layout()`: SD or DS.
     Group ids are positions in `kv_cache_groups`. A layer's `reach` is the model's own window or chunk, whichever spec vLLM
     gave the layer; a group's `keeps` is what its block table retains. With the hybrid manager off the first is a
     window and the second is FULL, so that the side compares equal with one that has it on.
@@ -110,6 +113,7 @@ def manifest_of(
         version,
         "sd" if conv_layout == "SD" else "ds",
         drafted_layers([name for name in layers if name in kv_caches], vllm_config, layers),
+        own,
     )
     groups: list[Group] = []
     placed: list[tuple[str, int, Reach, bool, tuple[_Placed, ...]]] = []
@@ -142,7 +146,7 @@ def _group(index: int, group: VllmGroup, kv_caches: Mapping[str, Tensor], worker
     names = group.layer_names
     spec = spec_of(group.kv_cache_spec, names[0] if names else "")
     where = names[0] if names else f"group {index}"
-    if group.host_resident:
+    if getattr(group, "host_resident", False):
         raise ManifestError(f"{where}: group {index} lives in host memory beside the device pool: not supported; turn it off")
     if _kind(spec) == "MambaSpec":
         return Group(index, StatePaged(), worker.blocks, hashed=hashed)
@@ -182,7 +186,7 @@ def _parts(name: str, layer: Any, spec: Any, tensor: Tensor, worker: _Worker) ->
         raise ManifestError(f"{name}: a cache of {_form(tensor)} is not [block, head, token, content]: not supported")
     heads = _heads(name, spec, worker)
     ratio = _kernel_blocks(name, tensor, spec, worker)
-    cell = _certified(layer, spec, tensor, heads, spec.block_size // ratio, worker)
+    cell = worker.own.cells.get(name)
     if cell is None:
         return (_opaque(name, layer, spec, tensor, heads, ratio, worker),)
     return _planes(cell, layer, spec, tensor, heads, ratio)
@@ -205,7 +209,7 @@ def _heads(name: str, spec: Any, worker: _Worker) -> Extent:
     """A rank with several heads has an equal share; with one it may be a replica, and the model must say of what."""
     local: int = spec.num_kv_heads
     size = worker.shard.size
-    if spec.max_tp_shards == 1:
+    if getattr(spec, "max_tp_shards", None) == 1:
         return whole("head", local)
     total = local * size
     if local == 1 and size > 1:
@@ -218,7 +222,7 @@ def _heads(name: str, spec: Any, worker: _Worker) -> Extent:
     return split_or_replicate("head", total, worker.shard, "kv heads")
 
 
-def _backend(layer: Any) -> tuple[str, str]:
+def backend_of(layer: Any) -> tuple[str, str]:
     """The backend's name, and the instruction set its layout depends on where there is one."""
     return str(layer.get_attn_backend().get_name()), str(getattr(layer, "isa", ""))
 
@@ -227,7 +231,7 @@ def _quantized(spec: Any) -> bool:
     return int(spec.kv_quant_mode) != 0
 
 
-def _format(layer: Any, spec: Any, tensor: Tensor) -> str:
+def format_of(layer: Any, spec: Any, tensor: Tensor) -> str:
     """What numbers a cache holds, by one name, whichever way they were asked for."""
     if not _quantized(spec):
         return dtype_name(tensor)
@@ -235,15 +239,12 @@ def _format(layer: Any, spec: Any, tensor: Tensor) -> str:
     return SAME_FORMAT.get(said, said)
 
 
-def _certified(layer: Any, spec: Any, tensor: Tensor, heads: Extent, tokens: int, worker: _Worker) -> Cell | None:
-    _, slots, entries, width = tensor.shape
-    if slots != heads.count or entries != tokens or spec.head_size_v not in (0, spec.head_size):
+def grid_of(spec: Any, tensor: Tensor) -> Grid | None:
+    """One head's tokens of a kernel block; None where slots are not heads, or K and V are not of one size."""
+    _, slots, tokens, width = tensor.shape
+    if slots != spec.num_kv_heads or spec.head_size_v not in (0, spec.head_size):
         return None
-    grid = Grid(tokens, width, tensor.stride()[2])
-    layout = str(worker.config.cache_config.kv_cache_layout)
-    cell = certified(worker.version, *_backend(layer), _format(layer, spec, tensor), layout, grid)
-    numbers = cell is not None and all(plane.dim for plane in cell)
-    return None if numbers and width != spec.head_size + spec.head_size_v else cell
+    return Grid(tokens, width, tensor.stride()[2])
 
 
 def _block_stride(tensor: Tensor, ratio: int) -> int:
@@ -256,7 +257,7 @@ def _head_axis(tensor: Tensor, heads: Extent) -> Axis:
 
 def _planes(cell: Cell, layer: Any, spec: Any, tensor: Tensor, heads: Extent, ratio: int) -> tuple[_Placed, ...]:
     size = tensor.element_size()
-    form = _format(layer, spec, tensor)
+    form = format_of(layer, spec, tensor)
     scales = dict(zip(("k", "v"), _scales(layer, spec), strict=False))
     block_stride = _block_stride(tensor, ratio)
     out = []
@@ -299,7 +300,7 @@ def _opaque(name: str, layer: Any, spec: Any, tensor: Tensor, heads: Extent, rat
         if (slots > 1 and by_slot != width) or by_entry != slots * width:
             raise ManifestError(f"{name}: no order of heads and tokens explains a cache of {_form(tensor)}: not supported")
         cell, of, axes = slots * entries * width, f" of {slots} heads", (share,)
-    numbers = (*filter(None, _backend(layer)), _format(layer, spec, tensor))
+    numbers = (*filter(None, backend_of(layer)), format_of(layer, spec, tensor))
     tag = f"vllm {release_of(worker.version)} {' '.join(numbers)} {tokens}x{width}{of}"
     element = Element("opaque", cell * size, _scales(layer, spec), opaque=tag)
     block_stride = _block_stride(tensor, ratio)
@@ -308,15 +309,29 @@ def _opaque(name: str, layer: Any, spec: Any, tensor: Tensor, heads: Extent, rat
 
 
 def _state(name: str, layer: Any, spec: Any, tensor: Tensor, worker: _Worker) -> tuple[_Placed, ...]:
-    views: Sequence[Tensor] = layer.kv_cache
-    text_config = worker.config.model_config.hf_text_config
     shard = Shard() if spec.tp_replicated else worker.shard
-    state = StateLayer(name, layer, spec.mamba_type.name, views, text_config)
+    state = state_layer(name, layer, spec, worker.config)
+    views = state.views
     stride = _block_stride(tensor, 1)
     if tensor.shape[0] != worker.blocks or any(v.stride()[0] * v.element_size() != stride for v in views):
         raise ManifestError(f"{name}: the views of a state do not step from page to page as the registered tensor does")
     start = _offset(views[0])
+    if name in worker.own.opaque_states:
+        return (_Placed("bytes", _opaque_state(state, shard, worker.version), tensor, start, stride),)
     return tuple(_Placed(p.name, p.shape, tensor, start + p.offset, stride) for p in state_parts(state, shard, worker.conv))
+
+
+def state_layer(name: str, layer: Any, spec: Any, config: VllmConfig) -> StateLayer:
+    return StateLayer(name, layer, spec.mamba_type.name, layer.kv_cache, config.model_config.hf_text_config)
+
+
+def _opaque_state(state: StateLayer, shard: Shard, version: str) -> Shape:
+    """A whole page without its padding, between equally many ranks; the tag names what its private layout may depend on."""
+    held = " ".join(f"{dtype_name(view)}{tuple(view.shape[1:])}" for view in state.views)
+    size = sum(prod(view.shape[1:]) * view.element_size() for view in state.views)
+    share = Axis("shard", shard.size, shard.rank, shard.rank + 1, ((1, 0),))
+    tag = f"vllm {release_of(version)} {state.mamba_type} {held}".replace(" (", "(")
+    return Shape(Element("opaque", size, opaque=tag), (share,))
 
 
 def _offset(tensor: Tensor) -> int:

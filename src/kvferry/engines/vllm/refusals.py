@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from kvferry.engines.vllm.manifest import refuse_context_parallel
+from kvferry.engines.vllm.releases import Release
+from kvferry.engines.vllm.releases import unserved as unserved_by
 from kvferry.errors import SessionError
 from kvferry.findings import Finding
 
@@ -15,15 +17,17 @@ PORT: Final = 14579
 CONTEXT_PARALLEL: Final = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
-def refuse_unserved(config: Any, device: str) -> None:
+def refuse_unserved(config: Any, device: str, release: Release, kv_cache_config: Any) -> None:
     """Raises with the first of them and what to do; `device` is the kind of device that the caches lie on."""
     refuse_context_parallel(config)
+    for seen, cure in unserved_by(release, getattr(kv_cache_config, "needs_kv_cache_zeroing", False)):
+        raise SessionError(str(Finding("release", seen, cure)))
     for found in unserved(config, device):
         raise SessionError(str(found))
 
 
 def unserved(config: Any, device: str) -> Iterator[Finding]:
-    """All of them."""
+    """All of them but those of a release."""
     for name in CONTEXT_PARALLEL:
         size = getattr(config.parallel_config, name, 1)
         if size > 1:
@@ -45,6 +49,7 @@ def unserved(config: Any, device: str) -> Iterator[Finding]:
     if config.model_config.enable_sleep_mode:
         seen = "sleep mode frees cache memory that consumers may be reading and that stays registered for them"
         yield Finding("sleep-mode", seen, "start the engine without --enable-sleep-mode")
-    if config.aux_output_config.enable_return_routed_experts:
+    extra = getattr(config, "aux_output_config", None)
+    if getattr(extra, "enable_return_routed_experts", False):
         seen = "the experts of tokens that another engine prefilled are not known here"
         yield Finding("routed-experts", seen, "start the engine without --enable-return-routed-experts")

@@ -25,7 +25,7 @@ def most_leased(config: Any, kv_cache_config: Any) -> float:
 
 def longest_request(config: Any, kv_cache_config: Any) -> int:
     """Blocks of all groups that a request of `max_model_len` tokens needs, and one of each for tokens that are guessed."""
-    groups = [group for group in kv_cache_config.kv_cache_groups if not group.host_resident]
+    groups = [group for group in kv_cache_config.kv_cache_groups if not getattr(group, "host_resident", False)]
     guessed = int(config.speculative_config is not None)
     return sum(guessed + math.ceil(_bytes(group, config) / group.kv_cache_spec.page_size_bytes) for group in groups)
 

@@ -35,6 +35,7 @@ from kvferry.engines.vllm.nearby import rank_nearby
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.prefills import Answer, Origin, Prefills
 from kvferry.engines.vllm.prompts import digest_of
+from kvferry.engines.vllm.releases import this_release
 from kvferry.engines.vllm.room import most_leased
 from kvferry.engines.vllm.seeking import Seeking, give_back_when_found
 from kvferry.engines.vllm.siblings import family_of, prompt_of
@@ -117,9 +118,10 @@ class SchedulerHalf:
         self._leaving: set[PeerKey] = set()
         self._pending = Pending()
         self._doubts = Doubts(self._groups)
-        self.can_undo, self._ahead = may_hurry(config, kv_cache_config), looks_ahead(config)
+        trusted = this_release().is_seen
+        self.can_undo, self._ahead = trusted and may_hurry(config, kv_cache_config), looks_ahead(config)
         self._grace_s = grace_s(kv_cache_config)
-        self._may_pledge = self._grace_s > 0 and may_pledge(config, kv_cache_config)
+        self._may_pledge = trusted and self._grace_s > 0 and may_pledge(config, kv_cache_config)
         self._haste = Haste(self.can_undo, ahead=self._ahead)
         self._firsts = Firsts()
         self._may_hold, self._one_by_one = may_hold(config), launches_one_by_one(config)

@@ -10,19 +10,25 @@ from kvferry.engines.vllm.layouts import CERTIFICATES, Certificate, Grid, replay
 
 HEAD: Final = """# What of vLLM's caches can be moved, and where that was seen
 
-This page is made by `kvferry certify --recorded --markdown` from the table of certified layouts and from the evidence that is
-kept with the package; a test keeps it in step.
+For operators who choose a backend, a block size or a release of vLLM. The page is made by `kvferry certify --recorded --markdown`.
 
-A backend's cache is *certified* where vLLM's own cache-write op was seen to keep every element where the table says, byte by
-byte, in that cache format, cache layout and release. Certified caches are moved between any block sizes, any tensor- and
-pipeline-parallel sizes, any cache layouts, and any backends that keep the same parts, on GPUs and on CPUs; of a block that is
-not full only the tokens are moved. Packed formats, whose tokens carry scales of their own, are moved token by token between
-sides of the same format.
+**An engine certifies its own caches when it starts.** Its cache-write ops and its state kernels write numbers into the empty
+caches, KVFerry looks for every byte, and the caches are put back. The log names what is certified and what is not:
 
-All other caches are *opaque*: whole cells of a kernel block and head between engines of the same release (major and minor),
-backend, cache format, kernel block size and head size. Where heads lie inside of tokens (cache layouts LBNHC and BLNHC), or
-where a backend's slots are not heads (NVFP4), whole blocks between equally many tensor-parallel ranks. This goes for
-FLASHINFER, HPC_ATTN, TURBOQUANT and every backend, format and release that is not in the first table.
+```text
+caches of 32 layers (FLASH_ATTN bfloat16, kernel blocks of 16 tokens, 8 x 256) are certified
+```
+
+Certified caches are moved between any block sizes, any tensor- and pipeline-parallel sizes, any cache layouts, and any backends
+that keep the same parts, on GPUs and on CPUs. Of a block that is not full, only the tokens are moved. In packed formats each
+token carries scales of its own. They are moved token by token between sides of the same format.
+
+All other caches are *opaque*. They are moved as whole cells between engines of the same release (major and minor), backend, cache
+format, kernel block size and head size. If heads lie inside of tokens (cache layouts LBNHC and BLNHC), or if a backend's slots are
+not heads (NVFP4), both engines also need the same tensor-parallel size. The same holds for states that are opaque.
+
+The tables below are what runs on other machines recorded. `kvferry check` goes by them, since it has no engine to look at. An
+engine does not: a backend or a release that is missing here is certified by the engine itself.
 """
 
 
@@ -88,7 +94,7 @@ def _unseen(runs: Sequence[Evidence]) -> Iterator[str]:
         forms = [form for form in sorted(one.formats) if not _seen_in(runs, one, form)[0]]
         if forms:
             rows.append((_named(one), ", ".join(forms), _kind(one)))
-    yield from _table("In the table, but seen nowhere yet: opaque until they are", ("backend", "cache format", "parts"), rows)
+    yield from _table("In the table, but recorded nowhere yet", ("backend", "cache format", "parts"), rows)
 
 
 def _states(runs: Sequence[Evidence]) -> Iterator[str]:

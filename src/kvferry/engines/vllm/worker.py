@@ -16,9 +16,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-from vllm.version import __version__
 
 from kvferry.engines.vllm.cargo import Orders, Report
+from kvferry.engines.vllm.certify_self import certify_self
 from kvferry.engines.vllm.drafters import without_other_drafters
 from kvferry.engines.vllm.firsts import Firsts
 from kvferry.engines.vllm.haste import grace_s
@@ -26,11 +26,13 @@ from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.engines.vllm.options import RETRY_S, Options
 from kvferry.engines.vllm.quay import rings_of
+from kvferry.engines.vllm.releases import this_release
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import spec_of
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import KVFerryError, SessionError
 from kvferry.manifest import Identity, Manifest, Rank
+from kvferry.manifest.kinds import Shard
 from kvferry.session import Card, Ending, Ferry, Hello, Load, Outcome, PeerKey, Reference, Words, meet
 from kvferry.session.wire import ask
 
@@ -72,8 +74,10 @@ class WorkerHalf:
         """Declare and register every storage; raises where something in it cannot be moved."""
         engine = self._config.kv_transfer_config.engine_id
         identity = Identity(engine, "starting", "starting", self._rank)
+        caches, conv, shard = self._kv_cache_config, get_conv_state_layout(), Shard(self._rank.tp, self._rank.tp_size)
+        own = certify_self(caches, kv_caches, self._config, shard, conv, this_release().is_seen)
         manifest = manifest_of(
-            self._kv_cache_config, kv_caches, self._config, identity, version=__version__, conv_layout=get_conv_state_layout()
+            caches, kv_caches, self._config, identity, version=this_release().version, conv_layout=conv, own=own
         )
         name = f"{engine}.{self._rank.ordinal}"
         rings = rings_of(self._config.kv_transfer_config)

@@ -81,8 +81,3 @@ def recorded() -> Sequence[Evidence]:
     """Every run that is kept with the package."""
     found = sorted((f for f in files(__package__).iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
     return tuple(msgspec.json.decode(f.read_bytes(), type=Evidence) for f in found)
-
-
-def release_of(version: str) -> str:
-    """Patch releases keep what caches look like."""
-    return ".".join(version.split(".")[:2])
