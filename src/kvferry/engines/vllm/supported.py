@@ -10,7 +10,7 @@ from kvferry.engines.vllm.layouts import CERTIFICATES, Certificate, Grid, replay
 
 HEAD: Final = """# What of vLLM's caches can be moved, and where that was seen
 
-For operators who choose a backend, a block size or a release of vLLM. The page is made by `kvferry certify --recorded --markdown`.
+For operators who choose a backend, a block size or a release of vLLM. `kvferry certify --recorded --markdown` makes this page.
 
 **An engine certifies its own caches when it starts.** Its cache-write ops and its state kernels write numbers into the empty
 caches, KVFerry looks for every byte, and the caches are put back. The log names what is certified and what is not:
@@ -23,9 +23,9 @@ Certified caches are moved between any block sizes, any tensor- and pipeline-par
 that keep the same parts, on GPUs and on CPUs. Of a block that is not full, only the tokens are moved. In packed formats each
 token carries scales of its own. They are moved token by token between sides of the same format.
 
-All other caches are *opaque*. They are moved as whole cells between engines of the same release (major and minor), backend, cache
-format, kernel block size and head size. If heads lie inside of tokens (cache layouts LBNHC and BLNHC), or if a backend's slots are
-not heads (NVFP4), both engines also need the same tensor-parallel size. The same holds for states that are opaque.
+All other caches are *opaque*. They are moved as whole cells between engines of the same release (major and minor), backend,
+cache format, kernel block size and head size. If heads lie inside of tokens (cache layouts LBNHC and BLNHC), or if a backend's
+slots are not heads (NVFP4), both engines also need the same tensor-parallel size. The same holds for states that are opaque.
 
 The tables below are what runs on other machines recorded. `kvferry check` goes by them, since it has no engine to look at. An
 engine does not: a backend or a release that is missing here is certified by the engine itself.
