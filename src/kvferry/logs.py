@@ -2,17 +2,26 @@
 
 Peers, routers and clients choose names that end up in messages. Here, where all records pass, what is not printable is escaped,
 and a line that we broke ourselves goes on indented.
+
+One cause can fail many requests. `Bursts` writes the first lines of a burst, and how many more there were when it is over.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import traceback
+from collections.abc import Callable
 from typing import Final
 
 from kvferry.errors import printable
 
 LOGGERS: Final = ("kvferry.fleet", "kvferry.session", "kvferry.strategy", "kvferry.transport", "kvferry.vllm")
+
+
+BURST_S: Final = 10.0
+LINES: Final = 5
+"""Lines of one kind that are written in that time."""
 
 
 def indented(text: str) -> str:
@@ -35,3 +44,38 @@ def guard() -> None:
         found = logging.getLogger(name)
         if not any(isinstance(other, _Guard) for other in found.filters):
             found.addFilter(_Guard())
+
+
+class Bursts:
+    """Log lines of one kind, of which a burst writes `LINES` in `BURST_S`. The last one that was held back is written when that
+    time is over, and says how many others were. Used by one thread, which calls `turn` now and then."""
+
+    def __init__(self, logger: logging.Logger, level: int = logging.ERROR, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger, self._level, self._clock = logger, level, clock
+        self._began, self._written, self._held = clock(), 0, 0
+        self._last: tuple[str, tuple[object, ...]] = ("", ())
+
+    def log(self, message: str, *arguments: object) -> None:
+        self.turn()
+        now = self._clock()
+        if now - self._began >= BURST_S:
+            self._began, self._written = now, 0
+        if self._written < LINES:
+            self._written += 1
+            self._logger.log(self._level, message, *arguments)
+        else:
+            self._held += 1
+            self._last = message, arguments
+
+    def turn(self) -> None:
+        """Write what was held back, if it is time."""
+        if self._held and self._clock() - self._began >= BURST_S:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was held back."""
+        if not self._held:
+            return
+        (message, arguments), others, self._held = self._last, self._held - 1, 0
+        more = f" (and {others} more like this, not written here)" if others else ""
+        self._logger.log(self._level, f"{message}%s", *arguments, more)

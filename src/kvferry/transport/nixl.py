@@ -452,8 +452,8 @@ class NixlTransport:
             return Path(self.options.backend)
         if log is None:
             return Path("unknown", remedy="UCX logs elsewhere: unset UCX_LOG_FILE to have the path found out")
-        near = "intra-node" if known.metadata.host == this_host() else "inter-node"
-        return ucx.classify(log.reads(self.name, near))
+        used = known.moved_at > 0 or not known.idle
+        return ucx.classify(log.ways(self.name, known.metadata.host == this_host(), used))
 
     def forget(self, peer: str) -> None:
         known = self._peers.known(peer)

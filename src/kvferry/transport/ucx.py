@@ -103,6 +103,12 @@ class Log:
         self.drain()
         return list(self._reads.get((agent[:WORKER_NAME], near), {}))
 
+    def ways(self, agent: str, here: bool, used: bool) -> list[str]:
+        """Ways in which the agent reads from a peer on this machine, or from one elsewhere. UCX counts a peer on this machine
+        as inter-node if no shared memory leads to it, as over TCP between network namespaces; told once it was `used`."""
+        found = self.reads(agent, "intra-node" if here else "inter-node")
+        return found or (self.reads(agent, "inter-node") if here and used else [])
+
     def _close_table(self) -> None:
         table, self._table = self._table, []
         if len(table) < 4 or not table[1][0].startswith(_READ) or len(table[-1]) != 3:

@@ -55,12 +55,13 @@ class RankCard(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """Of loaded requests: blocks that must not become findable by their hash, and how long copies took out of mapped memory.
-    Of loads that were made in the step that ordered them, which vLLM hears nothing of: those that ended, and of these those
-    that failed. Every rank says so with the same step."""
+    """Of loaded requests: blocks that must not become findable by their hash, how long the copies took on the slowest rank, and
+    which were copied out of mapped memory (`anywhere`). Of loads that were made in the step that ordered them, which vLLM hears
+    nothing of: those that ended, and of these those that failed. Every rank says so with the same step."""
 
     unhashable: dict[str, frozenset[int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    anywhere: frozenset[str] = frozenset()
     ended: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
 
@@ -72,7 +73,7 @@ class Report(KVConnectorWorkerMetadata):
             blocks[request] = blocks.get(request, frozenset()) | found
         for request, took in other.seconds.items():
             seconds[request] = max(seconds.get(request, 0.0), took)
-        return Report(blocks, seconds, self.ended | other.ended, self.failed | other.failed)
+        return Report(blocks, seconds, self.anywhere | other.anywhere, self.ended | other.ended, self.failed | other.failed)
 
     def __bool__(self) -> bool:
         return bool(self.unhashable or self.seconds or self.ended)

@@ -39,7 +39,8 @@ class Decode:
     """A request that came with a reference, `offered` until it is compared with the prompt; `reason` says why it is not used.
     `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
     part of. `in_step`: it is loaded in the step that first computes it, and `pledged` until then if it must not fail there;
-    its `blocks`, from where it is loaded on, are then found by their hash before they are right."""
+    its `blocks`, from where it is loaded on, are then found by their hash before they are right. `counted`: it was counted as
+    refused. `seconds`: how long its load took on the slowest rank."""
 
     family: str
     offered: Reference | None = None
@@ -54,6 +55,7 @@ class Decode:
     tokens: int = 0
     counted: bool = False
     loaded: int = 0
+    seconds: float = 0.0
     unhashable: frozenset[int] = frozenset()
 
     @property

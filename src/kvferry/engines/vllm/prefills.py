@@ -20,11 +20,13 @@ from kvferry.engines.vllm.siblings import Siblings, place_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import NULL_BLOCK, tables_of
 from kvferry.errors import BindError, SessionError
-from kvferry.session import Closing, FullError, Keys, Lease, Producer, Reference, Release, Renew, Seek, to_params
+from kvferry.logs import Bursts
+from kvferry.session import Closing, Ending, FullError, Keys, Lease, Producer, Reference, Release, Renew, Seek, to_params
 
 logger = logging.getLogger("kvferry.vllm")
 
 FINISHED: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+ABORTED: Final = "FINISHED_ABORTED"
 NOTHING: Final = {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": None}
 """Nothing is kept. Some routers say `do_remote_prefill` whatever the producer said, and some want an answer: so there is one,
 and it says once more that there is no reference."""
@@ -74,12 +76,13 @@ class Prefills:
         self._under_way: dict[str, _Prefill] = {}
         self._headless: OrderedDict[str, None] = OrderedDict()
         self._full = False
+        self._streamed, self._lacking = Bursts(logger), Bursts(logger)
 
     def arrive(self, request: Any) -> None:
         """N-1 tokens and one step, for every model: the consumer computes the last token itself."""
         request.max_tokens = 1
         if is_streamed_without_params(request):
-            logger.error(
+            self._streamed.log(
                 "request %s asks for a prefill for others in a stream, and vLLM's streams carry no kv_transfer_params: nothing "
                 "is kept for it; ask with stream false",
                 request.request_id,
@@ -95,20 +98,23 @@ class Prefills:
 
     def allocated(self, identity: str) -> None:
         if identity in self._under_way and self._producer.open(identity) is None:
-            logger.error("request %s: no lease is free; its consumer will recompute it", identity)
+            self._lacking.log("request %s: no lease is free; its consumer will recompute it", identity)
 
     def turn(
         self, messages: Iterable[Renew | Release], now: float, unheard_s: float = 0.0
     ) -> tuple[tuple[Closing, ...], tuple[Lease, ...]]:
         """What consumers said is heard; the leases that end, and those that are new. What they said in the last `unheard_s`
         may still wait to be heard, as after the process was stopped: no lease ends for want of it."""
+        self._streamed.turn()
+        self._lacking.turn()
         for message in messages:
             self._producer.receive(message, now)
         self._renew_siblings(now)
         self._producer.expire(now - unheard_s)
         closing = self._producer.take_closing()
         for end in closing:
-            self._stats.count(end.ending.value)
+            if end.ending is not Ending.ABORTED:
+                self._stats.count(end.ending.value)
             self._siblings.ended(end.lease)
         return closing, self._producer.take_opened()
 
@@ -125,6 +131,10 @@ class Prefills:
         self._siblings.forget()
         return self._producer.reset()
 
+    def close(self) -> None:
+        self._streamed.close()
+        self._lacking.close()
+
     def find(self, message: Seek) -> Reference | None:
         """Beside the engine."""
         ours = message.incarnation == self._origin.incarnation
@@ -134,11 +144,13 @@ class Prefills:
         prefill = self._under_way.pop(request.request_id, None)
         if prefill is None:
             params = request.kv_transfer_params or {}
-            return self._nothing(request.request_id, now) if params.get("do_remote_decode") else (False, None)
+            return self._nothing(request, now) if params.get("do_remote_decode") else (False, None)
         return self._publish(request, prefill, block_ids, now)
 
-    def _nothing(self, identity: str, now: float) -> Answer:
+    def _nothing(self, request: Any, now: float) -> Answer:
         """Where it is the first prompt of a batch, the answer names no reference at all: no later prompt is handed over."""
+        identity = request.request_id
+        self._stats.count("prefill_aborted" if request.status.name == ABORTED else "prefill_nothing")
         batch, place = place_of(identity)
         if not place and batch != identity:
             self._headless[batch] = None
@@ -161,6 +173,7 @@ class Prefills:
             twin = self._siblings.twin(identity, prefill.digest)
             if twin is not None:
                 self._producer.abort(identity)
+                self._stats.count("prefill_shared")
                 return False, self._params(twin)
             blocks = tables_of(self._groups, block_ids, prefill.tokens)
             lease = self._producer.publish(
@@ -169,10 +182,10 @@ class Prefills:
         except (SessionError, BindError) as error:
             self._producer.abort(identity)
             self._say_why(identity, error)
-            return self._nothing(identity, now)
+            return self._nothing(request, now)
         self._full = False
         self._headless.pop(batch, None)
-        self._stats.count("held")
+        self._stats.count("published")
         origin = self._origin
         reference = Reference(
             origin.address,

@@ -42,6 +42,7 @@ from kvferry.engines.vllm.siblings import family_of, prompt_of
 from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import keeps_every_token, sizes_of, specs_of, tables_of
 from kvferry.errors import BadReferenceError, BindError, SessionError
+from kvferry.logs import Bursts
 from kvferry.session import (
     Card,
     Courier,
@@ -126,6 +127,7 @@ class SchedulerHalf:
         self._firsts = Firsts()
         self._may_hold, self._one_by_one = may_hold(config), launches_one_by_one(config)
         self._stats = FerryStats()
+        self._refusals, self._misplaced = Bursts(logger), Bursts(logger, logging.WARNING)
         origin = Origin(self._address, self._engine, self._incarnation, keys)
         self._prefills = Prefills(origin, self._producer, self._groups, self._stats, self._digest, options.lease_s / 3)
 
@@ -185,7 +187,7 @@ class SchedulerHalf:
         if params.get("do_remote_decode") and self._produces:
             self._prefills.arrive(request)
         elif params.get("do_remote_decode"):
-            logger.warning("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
+            self._misplaced.log("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
         if "kvferry" in params and params["kvferry"] is None:
             self._stats.count("recomputed", request.num_prompt_tokens)
         elif params.get("do_remote_prefill") and (self._courier is not None or not params.get("do_remote_decode")):
@@ -260,14 +262,19 @@ class SchedulerHalf:
 
     def _refuse(self, request: Any, decode: Decode, computed: int) -> tuple[int, bool]:
         """Recomputed here, or, where vLLM's policy is to fail, reported by the ranks as a load that failed."""
-        if not decode.counted:
-            decode.counted = True
-            self._stats.count("refused")
-            self._count_recomputed(request.num_prompt_tokens - computed)
-            outcome = "it is recomputed here" if self._recompute else "it fails (kv_load_failure_policy)"
-            logger.error("request %s is not loaded: %s; %s", request.request_id, decode.reason, outcome)
+        self._say_refused(request, decode, decode.reason, request.num_prompt_tokens - computed)
         count = 0 if self._recompute or request.skip_reading_prefix_cache else request.num_prompt_tokens - 1 - computed
         return (count, True) if count > 0 else (0, False)
+
+    def _say_refused(self, request: Any, decode: Decode, reason: str, tokens: int) -> None:
+        """Once a request, of which so many tokens are computed here."""
+        if decode.counted:
+            return
+        decode.counted = True
+        self._stats.count("refused")
+        self._count_recomputed(tokens)
+        outcome = "it is recomputed here" if self._recompute else "it fails (kv_load_failure_policy)"
+        self._refusals.log("request %s is not loaded: %s; %s", request.request_id, reason, outcome)
 
     def _count_recomputed(self, tokens: int) -> None:
         if self._recompute:
@@ -313,7 +320,7 @@ class SchedulerHalf:
         except (BadReferenceError, BindError) as error:
             if decode.in_step:
                 raise
-            logger.error("request %s is not loaded: %s", request.request_id, error)
+            self._say_refused(request, decode, str(error), external)
             self._pending.refused.append(request.request_id)
             return
         decode.loaded = external
@@ -368,6 +375,8 @@ class SchedulerHalf:
         """For a step that has been put together, and for some of whose requests it is the `first` one."""
         computed: Mapping[str, int] = step.num_scheduled_tokens
         idle = not computed
+        self._refusals.turn()
+        self._misplaced.turn()
         unheard_s, heard = self._heard()
         closing, opened = self._prefills.turn(heard, self._clock(), unheard_s)
         pending, self._pending = self._pending, Pending()
@@ -442,15 +451,17 @@ class SchedulerHalf:
                 decode.unhashable |= blocks
                 self._unhashable[identity] = decode
         for identity, seconds in report.seconds.items():
-            self._learn(identity, seconds)
+            self._learn(identity, seconds, identity in report.anywhere)
         failed = failed | report.failed
         loaded = tokens = in_step = 0
+        wire_s = 0.0
         lost: list[Decode] = []
         for identity in received | report.ended:
             self._doubts.over(identity)
             decode = self._decodes.get(identity)
             if decode is None or not decode.is_under_way:
                 continue
+            abandoned = decode.stage is Stage.ABANDONED
             if identity in failed:
                 lost += [decode] if decode.in_step else []
                 decode.unhashable = frozenset()
@@ -460,10 +471,11 @@ class SchedulerHalf:
                     self._haste.forget(key_of(decode.reference))
                 if not decode.counted:
                     self._stats.count("failed")
-                    self._count_recomputed(decode.loaded)
+                    if not abandoned:
+                        self._count_recomputed(decode.loaded)
             else:
                 loaded, tokens, in_step = loaded + 1, tokens + decode.loaded, in_step + decode.in_step
-            abandoned = decode.stage is Stage.ABANDONED
+                wire_s += decode.seconds
             self._over(identity, decode, "failed" if identity in failed else "loaded")
             if abandoned:
                 self._forget(identity)
@@ -472,13 +484,17 @@ class SchedulerHalf:
         if loaded:
             self._stats.count("loaded", loaded)
             self._stats.count("tokens", tokens)
+            self._stats.count("wire_s", wire_s)
         if in_step:
             self._stats.count("in_step", in_step)
         return received
 
-    def _learn(self, identity: str, seconds: float) -> None:
+    def _learn(self, identity: str, seconds: float, anywhere: bool) -> None:
         decode = self._decodes.get(identity)
-        if decode is not None and decode.reference is not None and decode.loaded:
+        if decode is None:
+            return
+        decode.seconds = max(decode.seconds, seconds)
+        if anywhere and decode.reference is not None and decode.loaded:
             self._haste.saw(key_of(decode.reference), decode.loaded, seconds)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> Answer:
@@ -498,6 +514,8 @@ class SchedulerHalf:
                 sought = decode.sought or self._references.seek_for_nobody(request, decode.sibling)
                 if sought is not None:
                     give_back_when_found(sought, identity, self._courier)
+            if not decode.counted:
+                self._stats.count("load_aborted")
             self._over(identity, decode, "finished before it was loaded")
         self._forget(identity)
 
@@ -515,6 +533,9 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._closing.set()
+        self._refusals.close()
+        self._misplaced.close()
+        self._prefills.close()
         if self._seeking is not None:
             self._seeking.close()
         if self._courier is not None:

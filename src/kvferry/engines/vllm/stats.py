@@ -1,6 +1,11 @@
-"""What the connector counts, in vLLM's form: summed over ranks and steps, logged by vLLM, and exported to Prometheus.
+"""What the connector counts, in vLLM's form: summed over steps, logged by vLLM, and exported to Prometheus.
 
-Loads and tokens are counted once a request, by the scheduler's half; bytes, runs and times by every rank that moves them.
+The scheduler's half counts once a request: loads, tokens, seconds of a load, leases. Every rank counts the bytes and runs that
+it moved, and the time that it spent posting.
+
+Every request has exactly one outcome. A request with a reference counts under one outcome of `kvferry_loads`. A request that
+was to be prefilled for others counts as a published lease, or under one reason of `kvferry_prefills_without_lease`. A published
+lease counts under one ending of `kvferry_leases_ended` when it ends. Published less ended is what stands.
 """
 
 from __future__ import annotations
@@ -9,8 +14,16 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-OUTCOMES: Final = ("loaded", "refused", "failed", "nothing")
-ENDINGS: Final = ("released", "expired", "aborted", "reset")
+OUTCOMES: Final = {
+    "loaded": "loaded",
+    "refused": "refused",
+    "failed": "failed",
+    "nothing": "nothing",
+    "aborted": "load_aborted",
+}
+ENDINGS: Final = {"released": "released", "expired": "expired", "reset": "reset"}
+REASONS: Final = {"shared": "prefill_shared", "aborted": "prefill_aborted", "nothing": "prefill_nothing"}
+"""The values of a label, and under what each is counted here."""
 
 COUNTERS: Final = {
     "tokens": ("kvferry_tokens_loaded", "Prompt tokens that came from a producer."),
@@ -19,20 +32,29 @@ COUNTERS: Final = {
         "Prompt tokens that are computed here again: their producer gave no reference, or they could not be loaded.",
     ),
     "in_step": ("kvferry_loads_in_step", "Requests that were loaded in the step that first computed them."),
-    "moved": ("kvferry_bytes_moved", "Bytes that the transport has moved for loads that succeeded."),
+    "moved": ("kvferry_bytes_moved", "Bytes that the transport has moved for loads that succeeded, on all ranks."),
     "predicted": ("kvferry_bytes_predicted", "Bytes that the plans said those loads would move."),
-    "runs": ("kvferry_runs_moved", "Contiguous runs they were moved in, after merging."),
-    "posting_s": ("kvferry_posting_seconds", "Time spent posting reads."),
+    "runs": ("kvferry_runs_moved", "Contiguous runs they were moved in, after merging, on all ranks."),
+    "posting_s": ("kvferry_posting_seconds", "Time spent posting reads, summed over ranks."),
     "wire_s": (
         "kvferry_wire_seconds",
-        "Time from posting a load to its last byte; its share, if copied with others.",
+        "Time from posting a load to its last byte, on its slowest rank; its share, if copied with others.",
     ),
-    "held": ("kvferry_leases_published", "Prefilled requests whose blocks were kept for a consumer."),
+    "published": ("kvferry_leases_published", "Prefilled requests whose blocks were kept for a consumer."),
 }
 LABELLED: Final = {
     "kvferry_loads": ("outcome", OUTCOMES, "Requests that came with a reference, by what became of it."),
-    "kvferry_leases_ended": ("ending", ENDINGS, "Leases on this producer's blocks, by how they ended."),
+    "kvferry_leases_ended": ("ending", ENDINGS, "Published leases, by how they ended."),
+    "kvferry_prefills_without_lease": (
+        "reason",
+        REASONS,
+        "Requests that were to be prefilled for a consumer and published no lease, by why.",
+    ),
 }
+_WORDS: Final = {key: name.removeprefix("kvferry_") for key, (name, _) in COUNTERS.items()} | {
+    key: f"{name.removeprefix('kvferry_')}_{value}" for name, (_, keys, _) in LABELLED.items() for value, key in keys.items()
+}
+"""What each is called in vLLM's log: as on the page of metrics."""
 
 
 class FerryStats(KVConnectorStats):
@@ -52,7 +74,7 @@ class FerryStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {name: round(amount, 6) for name, amount in sorted(self.data.items())}
+        return {_WORDS[name]: round(amount, 6) for name, amount in self.data.items()}
 
     def is_empty(self) -> bool:
         return not self.data
@@ -80,8 +102,8 @@ class FerryMetrics(KVConnectorPromMetrics):
         for name, (label, keys, text) in LABELLED.items():
             counter = self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, label])
             for engine, values in engines:
-                for key in keys:
-                    self._counters[key, engine] = counter.labels(*values, key)
+                for value, key in keys.items():
+                    self._counters[key, engine] = counter.labels(*values, value)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, amount in transfer_stats_data.items():

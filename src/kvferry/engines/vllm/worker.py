@@ -31,6 +31,7 @@ from kvferry.engines.vllm.stats import FerryStats
 from kvferry.engines.vllm.tables import spec_of
 from kvferry.engines.vllm.wharf import Wharf
 from kvferry.errors import KVFerryError, SessionError
+from kvferry.logs import Bursts
 from kvferry.manifest import Identity, Manifest, Rank
 from kvferry.manifest.kinds import Shard
 from kvferry.session import Card, Ending, Ferry, Hello, Load, Outcome, PeerKey, Reference, Words, meet
@@ -38,7 +39,7 @@ from kvferry.session.wire import ask
 
 logger = logging.getLogger("kvferry.vllm")
 
-COUNTED: Final = ("moved", "predicted", "runs", "posting_s", "wire_s")
+COUNTED: Final = ("moved", "predicted", "runs", "posting_s")
 LINGER_S: Final = 0.003
 """How long a step in which nothing is computed waits for loads that are all but over: the next comes a millisecond later."""
 
@@ -69,6 +70,7 @@ class WorkerHalf:
         self._invalid: set[int] = set()
         self._report = Report()
         self._stats = FerryStats()
+        self._failures = Bursts(logger)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Declare and register every storage; raises where something in it cannot be moved."""
@@ -184,6 +186,7 @@ class WorkerHalf:
         in this step, vLLM is told of the blocks that failed alone. What the scheduler asks for (`loaded`) is left to it while
         it asks, since it hears of this step's results when the next one is under way; after one that computed nothing it may
         not ask."""
+        self._failures.turn()
         sent = self._sent_by(time.monotonic())
         failed, self._refused = self._refused, set()
         received = set(failed)
@@ -204,7 +207,7 @@ class WorkerHalf:
             if load is None:
                 received.add(outcome.request)
             if outcome.error:
-                logger.error("request %s was not loaded on %s: %s", outcome.request, self._rank, outcome.error)
+                self._failures.log("request %s was not loaded on %s: %s", outcome.request, self._rank, outcome.error)
                 if load is not None and load.is_pledged:
                     raise SessionError(
                         f"request {outcome.request} is computed in this step with blocks that its producer had pledged, and "
@@ -246,11 +249,11 @@ class WorkerHalf:
 
     def _noted(self, loaded: Sequence[Outcome], report: Report) -> Report:
         for outcome in loaded:
-            if outcome.anywhere:
-                report.seconds[outcome.request] = outcome.wire_s
+            report.seconds[outcome.request] = outcome.wire_s
             blocks = frozenset(chain.from_iterable(outcome.unhashable.values())) if outcome.unhashable else None
             if blocks:
                 report.unhashable[outcome.request] = blocks
+        report.anywhere = frozenset(outcome.request for outcome in loaded if outcome.anywhere)
         for name in COUNTED if loaded else ():
             self._stats.count(name, sum(map(attrgetter(name), loaded)))
         return report
@@ -277,6 +280,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         self._closing.set()
+        self._failures.close()
         if self._ferry is not None:
             self._ferry.close()
             self._ferry = None
