@@ -62,7 +62,7 @@ class Bursts:
             self._began, self._written = now, 0
         if self._written < LINES:
             self._written += 1
-            self._logger.log(self._level, message, *arguments)
+            self._logger.log(self._level, message, *arguments, stacklevel=2)
         else:
             self._held += 1
             self._last = message, arguments

@@ -27,7 +27,11 @@ T = TypeVar("T")
 AT_ONCE = 3
 PATIENCE = 60.0
 NUDGE_AFTER = 1.0
-LEASES = {"kvferry_leases_ended_total": "ending", "kvferry_loads_total": "outcome"}
+LABELLED = {
+    "kvferry_leases_ended_total": ("ending", ""),
+    "kvferry_loads_total": ("outcome", ""),
+    "kvferry_prefills_without_lease_total": ("reason", "prefill_"),
+}
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,8 @@ def meter(server: Server) -> Meter:
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            name = sample.labels[LEASES[sample.name]] if sample.name in LEASES else NAMES.get(sample.name)
+            label, before = LABELLED.get(sample.name, ("", ""))
+            name = before + sample.labels[label] if label else NAMES.get(sample.name)
             if name:
                 found[name] = found.get(name, 0.0) + sample.value
     return Meter(found)

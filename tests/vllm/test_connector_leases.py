@@ -269,7 +269,7 @@ class TestLeasesThatCannotBeClaimed:
             until("all are answered", lambda: set(self.NAMES) <= here.outputs.keys(), here, there)
             assert here.counted["loaded"] == 3
             until("the lease is released", lambda: not there.scheduler.requests, there, here)
-            assert there.counted["held"] == there.counted["released"] == 1
+            assert there.counted["published"] == there.counted["released"] == 1
 
 
 class TestHandingOn:

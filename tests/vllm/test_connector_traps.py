@@ -769,7 +769,7 @@ class TestSiblings:
             assert params[0] == params[1]
             there.idle()
             assert len(slots(there)) == 1
-            assert (there.counted["held"], there.counted["aborted"]) == (1, 1)
+            assert (there.counted["published"], there.counted["prefill_shared"]) == (1, 1)
             for name in names:
                 here.scheduler.add_request(here.request(name, PROMPT, params[0]))
             for name in names:
@@ -1056,7 +1056,7 @@ class TestPeers:
 
 
 def test_everything_that_is_counted_is_exported() -> None:
-    known = {*COUNTERS, *(key for _, keys, _ in LABELLED.values() for key in keys)}
+    known = {*COUNTERS, *(key for _, keys, _ in LABELLED.values() for key in keys.values())}
     with engines(*sides("nemotron-h", side(tp=2), side(tp=2))) as (there, here):
         load(there, here, "r", PROMPT, prefilled(there))
         assert ended(here) is FinishReason.LENGTH
@@ -1065,7 +1065,7 @@ def test_everything_that_is_counted_is_exported() -> None:
         released(there)
         counted = set(here.counted) | set(there.counted)
         assert counted == {
-            "held",
+            "published",
             "released",
             "loaded",
             "tokens",

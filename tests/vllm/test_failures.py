@@ -476,7 +476,7 @@ def test_prefills_aborted_at_any_moment_leave_nothing_behind(fleet: Fleet, truth
         else:
             kept.abort()
     after = all_given_back(producer)
-    assert after.aborted, "no leg was aborted while it was prefilled"
+    assert after.prefill_aborted, "no leg was aborted while it was prefilled"
     assert since(consumer, before, lambda m: m.loaded + m.failed >= moments // 4).loaded
     assert_crosses(producer, consumer, truth)
     all_given_back(consumer)
