@@ -15,7 +15,7 @@ import pytest
 from keyed import KEYS, opened, sealed
 from kvferry import errors
 from kvferry.errors import BadReferenceError, DecodeError, KVFerryError, MismatchError, plain, printable
-from kvferry.logs import LOGGERS, indented
+from kvferry.logs import BURST_S, LINES, LOGGERS, Bursts, indented
 from kvferry.session import (
     Card,
     Courier,
@@ -163,3 +163,59 @@ def test_what_is_ours_to_break_is_broken_and_what_is_plain_stays():
     assert plain("é\n") == r"\xe9\n"
     assert printable("é\n") == "é\\n"
     assert plain(plain(EVIL)) == plain(EVIL)
+
+
+class TestBursts:
+    @pytest.fixture
+    def now(self) -> list[float]:
+        return [100.0]
+
+    @pytest.fixture
+    def bursts(self, now: list[float]) -> Bursts:
+        return Bursts(logging.getLogger("kvferry.vllm"), clock=lambda: now[0])
+
+    def said(self, caplog: pytest.LogCaptureFixture) -> list[str]:
+        return [record.getMessage() for record in caplog.records]
+
+    def test_a_few_lines_are_written_as_they_come(self, bursts: Bursts, caplog: pytest.LogCaptureFixture) -> None:
+        for number in range(LINES):
+            bursts.log("request %d is refused", number)
+        bursts.close()
+        assert self.said(caplog) == [f"request {number} is refused" for number in range(LINES)]
+        assert {record.levelno for record in caplog.records} == {logging.ERROR}
+        assert {record.filename for record in caplog.records} == {"test_session_logs.py"}
+
+    def test_the_others_are_counted_by_one_line_when_the_time_is_over(
+        self, bursts: Bursts, now: list[float], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for number in range(LINES + 30):
+            bursts.log("request %d is refused: 5 %% of %s", number, "it")
+        now[0] += BURST_S - 1
+        bursts.turn()
+        assert len(self.said(caplog)) == LINES
+        now[0] += 1
+        bursts.turn()
+        bursts.turn()
+        *_, last = self.said(caplog)
+        assert last == f"request {LINES + 29} is refused: 5 % of it (and 29 more like this, not written here)"
+        assert len(self.said(caplog)) == LINES + 1
+
+    def test_one_that_was_held_back_is_written_as_it_is(
+        self, bursts: Bursts, now: list[float], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for number in range(LINES + 1):
+            bursts.log("request %d is refused", number)
+        bursts.close()
+        assert self.said(caplog)[-1] == f"request {LINES} is refused"
+
+    def test_after_a_burst_lines_are_written_again(
+        self, bursts: Bursts, now: list[float], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for number in range(LINES + 2):
+            bursts.log("request %d is refused", number)
+        now[0] += BURST_S
+        bursts.log("another is refused")
+        assert self.said(caplog)[LINES:] == [
+            f"request {LINES + 1} is refused (and 1 more like this, not written here)",
+            "another is refused",
+        ]

@@ -334,6 +334,25 @@ def test_ucx_tables_become_paths(way, path, slow):
     log.file.unlink()
 
 
+@pytest.mark.parametrize(
+    ("here", "used", "path"), [(True, True, "emulation over TCP"), (True, False, ""), (False, True, "emulation over TCP")]
+)
+def test_a_peer_of_this_machine_that_is_read_over_tcp_has_a_path_once_it_was_read(here, used, path):
+    """UCX calls it inter-node if no shared memory leads to it, as between network namespaces."""
+    log = log_of(TABLE.format(worker="d#1", near="inter-node", operation=GET, way="software emulation | tcp/eth0"))
+    assert [ucx.classify([way]).name.partition(" (")[0] for way in log.ways("d#1", here, used)] == [path] * bool(path)
+    log.file.unlink()
+
+
+def test_a_peer_that_shares_memory_has_no_path_of_a_peer_elsewhere():
+    elsewhere = TABLE.format(worker="d#1", near="inter-node", operation=GET, way="software emulation | tcp/eth0")
+    here = TABLE.format(worker="d#1", near="intra-node", operation=GET, way="zero-copy | cma/memory")
+    log = log_of(elsewhere, here)
+    assert log.ways("d#1", True, True) == ["zero-copy, cma/memory"]
+    assert log.ways("d#1", False, True) == ["software emulation, tcp/eth0"]
+    log.file.unlink()
+
+
 def test_several_kinds_of_connections_are_all_named_and_the_slow_one_decides():
     one = TABLE.format(worker="d#1", near="inter-node", operation=GET, way="zero-copy | rc_mlx5/a")
     other = TABLE.format(worker="d#1", near="inter-node", operation=GET, way="software emulation | tcp/b")

@@ -589,7 +589,7 @@ class TestBesideSteps:
             here.begin(lambda out: told.append(worker.loaded(16)))
             assert told == [(set(), Report())]
             worker._over.append(Outcome("r"))
-            assert worker.loaded(16) == ({"r"}, Report())
+            assert worker.loaded(16) == ({"r"}, Report(seconds={"r": 0.0}))
 
     def test_a_step_is_told_of_so_many_and_the_next_of_the_others_while_somebody_asks(self) -> None:
         with engines(*sides("llama", side(), side(ahead=True))) as (there, here):
@@ -934,9 +934,9 @@ def test_vllm_looks_ahead_where_it_schedules_before_it_has_the_last_tokens(
 
 
 def test_reports_of_ranks_are_put_together() -> None:
-    one = Report({"a": frozenset({1})}, {"a": 0.1}, frozenset({"b"}), frozenset())
-    two = Report({"a": frozenset({2})}, {"a": 0.2, "c": 0.3}, frozenset({"b"}), frozenset({"b"}))
+    one = Report({"a": frozenset({1})}, {"a": 0.1}, frozenset({"a"}), frozenset({"b"}), frozenset())
+    two = Report({"a": frozenset({2})}, {"a": 0.2, "c": 0.3}, frozenset(), frozenset({"b"}), frozenset({"b"}))
     both = one.aggregate(two)
-    assert both == Report({"a": frozenset({1, 2})}, {"a": 0.2, "c": 0.3}, frozenset({"b"}), frozenset({"b"}))
+    assert both == Report({"a": frozenset({1, 2})}, {"a": 0.2, "c": 0.3}, frozenset({"a"}), frozenset({"b"}), frozenset({"b"}))
     assert both
     assert not Report()

@@ -31,8 +31,8 @@ STOCK_OPTIONS: Final = {
     "kv_lease_duration": "it is NixlConnector's; here it is lease_s",
     "engine_ttl": "it is NixlConnector's; leave it out, since a producer that ends is noticed and let go of",
     "enforce_handshake_compat": "it is NixlConnector's; leave it out, since what matters is compared by name",
-    "bidirectional_kv_xfer": "it is NixlConnector's; leave it out, and make engines that prefill and decode kv_both",
-    "decoder_kv_blocks_ttl": "it is NixlConnector's; here it is lease_s, on the engine that is read from",
+    "bidirectional_kv_xfer": "it is NixlConnector's; leave it out: no prefill engine reads what a decode engine computed",
+    "decoder_kv_blocks_ttl": "it is NixlConnector's; leave it out: a decoded request keeps no blocks for others",
     "kv_recompute_threshold": "it is NixlConnector's; leave it out: the router decides which prompts cross",
     "push_registration_timeout": "it is NixlConnector's; leave it out, since nothing is pushed",
 }
