@@ -876,6 +876,8 @@ class TestSiblings:
             here.scheduler.add_request(rejected)
             here.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
             released(there)
+            here.idle()
+            assert not here.counted["load_aborted"]
 
 
 def ended_among(engine: Engine, name: str) -> FinishReason:
@@ -1203,7 +1205,7 @@ class TestNames:
         )
         environment = {**os.environ, "VLLM_PLUGINS": ""}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-        assert done.stdout.splitlines()[-1:] == ["{'KVFerryConnector': {'loaded': 1}}"], done.stderr[-2000:]
+        assert done.stdout.splitlines()[-1:] == ["{'KVFerryConnector': {'loads_loaded': 1}}"], done.stderr[-2000:]
 
     def test_vllm_is_told_of_it_by_an_entry_point(self) -> None:
         tomllib = pytest.importorskip("tomllib")

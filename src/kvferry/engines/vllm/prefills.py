@@ -150,7 +150,8 @@ class Prefills:
     def _nothing(self, request: Any, now: float) -> Answer:
         """Where it is the first prompt of a batch, the answer names no reference at all: no later prompt is handed over."""
         identity = request.request_id
-        self._stats.count("prefill_aborted" if request.status.name == ABORTED else "prefill_nothing")
+        if not request.abort_immediately:
+            self._stats.count("prefill_aborted" if request.status.name == ABORTED else "prefill_nothing")
         batch, place = place_of(identity)
         if not place and batch != identity:
             self._headless[batch] = None

@@ -189,7 +189,7 @@ class SchedulerHalf:
         elif params.get("do_remote_decode"):
             self._misplaced.log("request %s asks for a prefill for others, but kv_role is kv_consumer", request.request_id)
         if "kvferry" in params and params["kvferry"] is None:
-            self._stats.count("recomputed", request.num_prompt_tokens)
+            self._stats.count("recomputed", 0 if request.abort_immediately else request.num_prompt_tokens)
         elif params.get("do_remote_prefill") and (self._courier is not None or not params.get("do_remote_decode")):
             self._arrive_decode(request, params)
 
@@ -514,7 +514,7 @@ class SchedulerHalf:
                 sought = decode.sought or self._references.seek_for_nobody(request, decode.sibling)
                 if sought is not None:
                     give_back_when_found(sought, identity, self._courier)
-            if not decode.counted:
+            if not decode.counted and not request.abort_immediately:
                 self._stats.count("load_aborted")
             self._over(identity, decode, "finished before it was loaded")
         self._forget(identity)

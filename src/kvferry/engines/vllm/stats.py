@@ -5,7 +5,8 @@ it moved, and the time that it spent posting.
 
 Every request has exactly one outcome. A request with a reference counts under one outcome of `kvferry_loads`. A request that
 was to be prefilled for others counts as a published lease, or under one reason of `kvferry_prefills_without_lease`. A published
-lease counts under one ending of `kvferry_leases_ended` when it ends. Published less ended is what stands.
+lease counts under one ending of `kvferry_leases_ended` when it ends. Published less ended is what stands. vLLM's notice that it
+rejected a request (`abort_immediately`) is no request: it counts as nothing, and releases the lease.
 """
 
 from __future__ import annotations
