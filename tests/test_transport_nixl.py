@@ -11,18 +11,33 @@ from pathlib import Path as File
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
 from kvferry.manifest import Identity
 from kvferry.plan import Binder, Request, make_plans
+from kvferry.plan.rows import Rows
 from kvferry.session import Lease, Words
 from kvferry.transport import NixlOptions, NixlTransport, Path, State, ucx
-from kvferry.transport.agent import library, slowed_down
+from kvferry.transport.addresses import MAX_DENSE, Placed, dense
+from kvferry.transport.agent import NO_STRIDES, library, slowed_down
 from kvferry.transport.metadata import decode_metadata, encode_metadata
 from kvferry.transport.nixl import NixlRead
 from transport_peer import PeerProcess, allocated
-from transport_suite import TCP, TIMEOUT_S, Crossing, NixlWharf, crossing, dense_case, finish, heard_so_far, start, until
+from transport_suite import (
+    TCP,
+    TIMEOUT_S,
+    Crossing,
+    NixlWharf,
+    crossing,
+    dense_case,
+    finish,
+    heard_so_far,
+    start,
+    until,
+    without_strides,
+)
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +281,42 @@ def test_without_nixl_the_way_to_install_it_is_named(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TransportError, match="kvferry\\[nixl\\]"):
         NixlTransport("d")
+
+
+class TestANixlWithoutStridedLists:
+    """Releases 1.3 and 1.4; `test_transport_contract.py` holds the contract to it."""
+
+    def test_is_known_by_what_it_takes(self, monkeypatch):
+        bind = library().api.nixlBind
+        monkeypatch.setattr(bind, "nixlAgent", SimpleNamespace(prepXferDlist=prepared_by_elements))
+        assert not library().strided
+
+    def test_is_said_once_by_each_transport(self, caplog):
+        with caplog.at_level(logging.INFO, logger="kvferry.transport"), without_strides():
+            NixlTransport("d", NixlOptions(progress_thread=False)).close()
+        assert [record.getMessage().partition(": ")[2] for record in caplog.records if NO_STRIDES in record.getMessage()] == [
+            NO_STRIDES
+        ]
+
+    def test_holds_every_element_of_every_row(self):
+        rows = Rows(*map(np.array, ([0, 1], [0, 8], [4, 8], [16, 8], [3, 2])), elements=5)
+        placed = Placed(np.array([1000, 2008]), np.array([0, 1]), "dram")
+        assert dense(rows, placed, "peer p").tolist() == [
+            [1000, 4, 0],
+            [1016, 4, 0],
+            [1032, 4, 0],
+            [2008, 8, 1],
+            [2016, 8, 1],
+        ]
+
+    def test_refuses_lists_that_memory_should_not_hold(self):
+        rows = Rows(*map(np.array, ([0], [0], [1], [1], [MAX_DENSE + 1])), elements=MAX_DENSE + 1)
+        with pytest.raises(TransportError, match=r"^peer p: .*would hold 16,777,217 descriptors.*install NIXL 1\.5"):
+            dense(rows, Placed(np.array([0]), np.array([0]), "dram"), "peer p")
+
+
+def prepared_by_elements() -> None:
+    """prepXferDlist(self: nixlAgent, agent_name: str, descs: nixlXferDList, backend: Sequence = []) -> int"""
 
 
 def test_nixl_is_found_under_every_name_it_is_installed_as(monkeypatch):

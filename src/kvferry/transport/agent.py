@@ -25,6 +25,12 @@ _SLOW_US: Final = 5000
 0.5 % of a core then."""
 
 
+NO_STRIDES: Final = (
+    "this NIXL is older than 1.5 and takes no strided lists: connecting to a peer prepares one descriptor for each run of each "
+    "block, which costs time and memory; reads are the same"
+)
+
+
 @dataclass(frozen=True)
 class NixlOptions:
     """How NIXL is run; every field has a default that is right where nothing is known.
@@ -79,10 +85,12 @@ class NixlOptions:
 
 @dataclass(frozen=True)
 class Library:
-    """NIXL's Python interface, under whichever name it is installed."""
+    """NIXL's Python interface, under whichever name it is installed. `strided`: it takes lists of strided rows, as from its
+    release 1.5 on; else every element of a row is a descriptor."""
 
     api: Any
     errors: tuple[type[Exception], ...]
+    strided: bool = True
 
 
 def library() -> Library:
@@ -99,7 +107,8 @@ def library() -> Library:
             logging.getLogger("nixl").setLevel(logging.WARNING)
         found = (getattr(api.nixlBind, attribute) for attribute in dir(api.nixlBind))
         errors = tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
-        return Library(api, (*errors, RuntimeError, ValueError, KeyError))
+        strided = "mem_type" in (api.nixlBind.nixlAgent.prepXferDlist.__doc__ or "")
+        return Library(api, (*errors, RuntimeError, ValueError, KeyError), strided)
     raise TransportError(f"NIXL is not installed (looked for {', '.join(_MODULES)}); pip install 'kvferry[nixl]'")
 
 
