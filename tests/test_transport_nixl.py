@@ -404,6 +404,18 @@ def test_a_read_that_ucx_has_no_way_for_is_no_way():
     log.file.unlink()
 
 
+def test_reads_of_a_nixl_that_names_no_worker_are_those_of_its_process():
+    """Releases 1.3 and 1.4."""
+    near, other = (
+        TABLE.format(worker=f"ucp_context_{number}", near=near, operation=GET, way=way)
+        for number, (near, way) in enumerate([("intra-node", "zero-copy | cma/memory"), ("inter-node", "zero-copy | tcp/b")])
+    )
+    log = log_of(near, other)
+    assert log.reads("d#1", "intra-node") == ["zero-copy, cma/memory"]
+    assert log.reads("d#1", "inter-node") == ["zero-copy, tcp/b"]
+    log.file.unlink()
+
+
 def test_ucx_complaints_reach_logging(caplog):
     log = log_of("[1.2] [host:1:0]  tcp_ep.c:9 UCX  ERROR the wire is wet\n")
     assert log.drain() == "the wire is wet"

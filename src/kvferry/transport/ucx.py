@@ -56,6 +56,7 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 _RDMA: Final = re.compile(r"\b(rc|dc|ud|gga|ib|srd)(_\w+)?/")
 _SHARED: Final = re.compile(r"\b(cma|xpmem|knem|sysv|posix|mm)/")
 _TITLE: Final = re.compile(r"^(?P<worker>.*) (?P<near>self|intra-node|inter-node) cfg#\d+$")
+_UNNAMED: Final = "ucp_context_"
 _READ: Final = "remote memory read by ucp_get"
 
 
@@ -99,9 +100,14 @@ class Log:
         return complaint
 
     def reads(self, agent: str, near: str) -> list[str]:
-        """Ways in which the agent reads from peers that are `intra-node` or `inter-node`."""
+        """Ways in which the agent reads from peers that are `intra-node` or `inter-node`. NIXL gives UCX the agent's name from
+        its release 1.5 on; with an earlier one these are the ways of all agents of this process."""
         self.drain()
-        return list(self._reads.get((agent[:WORKER_NAME], near), {}))
+        mine = self._reads.get((agent[:WORKER_NAME], near))
+        if mine is not None:
+            return list(mine)
+        unnamed = (ways for (worker, at), ways in self._reads.items() if at == near and worker.startswith(_UNNAMED))
+        return list(dict.fromkeys(way for ways in unnamed for way in ways))
 
     def _close_table(self) -> None:
         table, self._table = self._table, []
