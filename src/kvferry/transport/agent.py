@@ -15,6 +15,7 @@ from kvferry.transport.fence import LOOPBACK, PORTS, Fence, fence, operators
 logger = logging.getLogger("kvferry.transport")
 
 _MODULES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
+GET_NIXL: Final = "pip install --no-deps nixl-cu12 (nixl-cu13 for CUDA 13)"
 _POSTERS: Final = 4
 """Threads that post where there are cores for them: with four, vLLM's own connector posts a descriptor over CUDA IPC in 3.4 us,
 a single thread needs 8.2 us (H200)."""
@@ -109,7 +110,10 @@ def library() -> Library:
         errors = tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
         strided = "mem_type" in (api.nixlBind.nixlAgent.prepXferDlist.__doc__ or "")
         return Library(api, (*errors, RuntimeError, ValueError, KeyError), strided)
-    raise TransportError(f"NIXL is not installed (looked for {', '.join(_MODULES)}); pip install 'kvferry[nixl]'")
+    raise TransportError(
+        f"NIXL is not installed (looked for {', '.join(_MODULES)}); {GET_NIXL}, or with PyTorch, several gigabytes: "
+        "pip install 'kvferry[nixl]'"
+    )
 
 
 def start(name: str, options: NixlOptions, found: Library) -> tuple[Any, bool]:
