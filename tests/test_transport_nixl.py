@@ -404,6 +404,21 @@ def test_a_read_that_ucx_has_no_way_for_is_no_way():
     log.file.unlink()
 
 
+def test_tables_whose_title_and_operation_share_a_row_are_read_too():
+    """As UCX writes them in NIXL 1.3, one behind the other, without heads of columns."""
+    title = "d#1 intra-node cfg#1"
+    heads, ways = (f"{title} | {GET}", f"{title} | active message"), ("zero-copy | cma/memory", "copy-in | tcp/b")
+    rule = "+-----+-----+-----+"
+    lines = [
+        line
+        for head, way in zip(heads, ways, strict=True)
+        for line in (rule, f"| {head} |", rule, "| 0..8184 | short | tcp/lo |", f"| 8185..inf | {way} |", rule)
+    ]
+    log = log_of("".join(f"[1.2] [host:1:0]   {line}\n" for line in lines))
+    assert log.reads("d#1", "intra-node") == ["zero-copy, cma/memory"]
+    log.file.unlink()
+
+
 def test_reads_of_a_nixl_that_names_no_worker_are_those_of_its_process():
     """Releases 1.3 and 1.4."""
     near, other = (
