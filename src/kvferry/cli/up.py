@@ -139,7 +139,7 @@ def _attend(harbour: Harbour, wish: Event, title: str, notes: Sequence[str], wat
     with shown:
         while not wish.is_set():
             seen = harbour.look()
-            shown.update(seen, notes if harbour.ready else [])
+            shown.update(seen, notes if harbour.ready and watched else [])
             if harbour.ready and not watched:
                 return True
             wish.wait(FRAME_S)
