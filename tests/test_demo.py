@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from kvferry.demo import crossing
 from kvferry.demo.cargo import Cargo, Hold
+from kvferry.errors import TransportError
 from kvferry.models import Side, load_model, manifests
 
 
@@ -73,3 +76,40 @@ def test_bad_input_is_one_message(words):
     done = kvferry("demo", *words)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+WITHOUT_NIXL = """
+import sys
+for name in ("nixl", "nixl_cu12", "nixl_cu13"):
+    sys.modules[name] = sys.modules[f"{name}._api"] = None
+"""
+
+
+def test_without_nixl_it_says_what_to_install_and_nothing_else(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_NIXL)
+    found = subprocess.run(
+        [sys.executable, "-m", "kvferry", "demo", "--requests", "1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    assert found.returncode == 2
+    assert found.stdout == ""
+    (line,) = found.stderr.splitlines()
+    assert line.startswith("kvferry: NIXL is not installed")
+    assert "pip install --no-deps nixl-cu12" in line
+
+
+def test_its_last_line_says_whether_every_byte_is_right():
+    done = kvferry("demo", "--requests", "3", "--tokens", "20")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("One process holds")
+    assert done.stdout.splitlines()[-1] == "every byte that arrived is right"
+
+
+def test_a_producer_that_dies_is_no_traceback(monkeypatch):
+    monkeypatch.setattr(crossing, "produce", os._exit)
+    with pytest.raises(TransportError, match=r"^the producer's process ended"):
+        crossing.sail(crossing.Voyage("synthetic-12", "tp=1", "tp=1", 1, 8), lambda _: None)

@@ -171,10 +171,12 @@ def test_threads_that_are_pinned_to_the_same_cores(tmp_path):
     assert "CPU_ATTN" in found(report, "certified")["seen"]
 
 
-def test_a_release_of_nixl_that_is_too_old(tmp_path):
-    code, report = doctor("--no-paths", variables=installed(tmp_path, "nixl", "1.4.0"))
-    assert code == 1
-    assert found(report, "nixl-release")["cure"] == "pip install 'nixl>=1.5'"
+@pytest.mark.parametrize(("number", "ends", "severity"), [("1.2.0", 1, "error"), ("1.4.0", 0, "warning")])
+def test_a_release_of_nixl_that_is_old(tmp_path, number, ends, severity):
+    code, report = doctor("--no-paths", variables=installed(tmp_path, "nixl", number))
+    assert code == ends
+    assert found(report, "nixl-release")["severity"] == severity
+    assert found(report, "nixl-release")["cure"] == "pip install --no-deps 'nixl>=1.5'"
 
 
 @pytest.fixture

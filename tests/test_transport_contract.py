@@ -21,6 +21,7 @@ from transport_suite import (
     TCP,
     TIMEOUT_S,
     Crossing,
+    DenseWharf,
     InProcessWharf,
     MappedWharf,
     NixlWharf,
@@ -64,6 +65,7 @@ def process() -> Iterator[PeerProcess]:
 
 BETWEEN = {
     "nixl": NixlWharf,
+    "nixl, dense lists": DenseWharf,
     "mapped": MappedWharf,
     "packed": ScatteredWharf,
     "packed, ring mapped": RingWharf,
@@ -76,7 +78,7 @@ def wharf(request: pytest.FixtureRequest) -> Iterator[Wharf]:
     yield from opened(request)
 
 
-@pytest.fixture(params=["in-process", "nixl", "mapped"])
+@pytest.fixture(params=["in-process", "nixl", "nixl, dense lists", "mapped"])
 def counted(request: pytest.FixtureRequest) -> Iterator[Wharf]:
     """A wharf whose runs are the plan's."""
     yield from opened(request)

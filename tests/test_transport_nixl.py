@@ -11,18 +11,33 @@ from pathlib import Path as File
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
 from kvferry.manifest import Identity
 from kvferry.plan import Binder, Request, make_plans
+from kvferry.plan.rows import Rows
 from kvferry.session import Lease, Words
 from kvferry.transport import NixlOptions, NixlTransport, Path, State, ucx
-from kvferry.transport.agent import library, slowed_down
+from kvferry.transport.addresses import MAX_DENSE, Placed, dense
+from kvferry.transport.agent import NO_STRIDES, library, slowed_down
 from kvferry.transport.metadata import decode_metadata, encode_metadata
 from kvferry.transport.nixl import NixlRead
 from transport_peer import PeerProcess, allocated
-from transport_suite import TCP, TIMEOUT_S, Crossing, NixlWharf, crossing, dense_case, finish, heard_so_far, start, until
+from transport_suite import (
+    TCP,
+    TIMEOUT_S,
+    Crossing,
+    NixlWharf,
+    crossing,
+    dense_case,
+    finish,
+    heard_so_far,
+    start,
+    until,
+    without_strides,
+)
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +283,42 @@ def test_without_nixl_the_way_to_install_it_is_named(monkeypatch):
         NixlTransport("d")
 
 
+class TestANixlWithoutStridedLists:
+    """Releases 1.3 and 1.4; `test_transport_contract.py` holds the contract to it."""
+
+    def test_is_known_by_what_it_takes(self, monkeypatch):
+        bind = library().api.nixlBind
+        monkeypatch.setattr(bind, "nixlAgent", SimpleNamespace(prepXferDlist=prepared_by_elements))
+        assert not library().strided
+
+    def test_is_said_once_by_each_transport(self, caplog):
+        with caplog.at_level(logging.INFO, logger="kvferry.transport"), without_strides():
+            NixlTransport("d", NixlOptions(progress_thread=False)).close()
+        assert [record.getMessage().partition(": ")[2] for record in caplog.records if NO_STRIDES in record.getMessage()] == [
+            NO_STRIDES
+        ]
+
+    def test_holds_every_element_of_every_row(self):
+        rows = Rows(*map(np.array, ([0, 1], [0, 8], [4, 8], [16, 8], [3, 2])), elements=5)
+        placed = Placed(np.array([1000, 2008]), np.array([0, 1]), "dram")
+        assert dense(rows, placed, "peer p").tolist() == [
+            [1000, 4, 0],
+            [1016, 4, 0],
+            [1032, 4, 0],
+            [2008, 8, 1],
+            [2016, 8, 1],
+        ]
+
+    def test_refuses_lists_that_memory_should_not_hold(self):
+        rows = Rows(*map(np.array, ([0], [0], [1], [1], [MAX_DENSE + 1])), elements=MAX_DENSE + 1)
+        with pytest.raises(TransportError, match=r"^peer p: .*would hold 16,777,217 descriptors.*install NIXL 1\.5"):
+            dense(rows, Placed(np.array([0]), np.array([0]), "dram"), "peer p")
+
+
+def prepared_by_elements() -> None:
+    """prepXferDlist(self: nixlAgent, agent_name: str, descs: nixlXferDList, backend: Sequence = []) -> int"""
+
+
 def test_nixl_is_found_under_every_name_it_is_installed_as(monkeypatch):
     api = library().api
     for name in ("nixl_cu12", "nixl_cu13"):
@@ -369,6 +420,33 @@ def test_a_read_that_ucx_has_no_way_for_is_no_way():
     log = log_of(none, "[1.2] [host:1:0]  select.c:9 UCX  ERROR cannot find remote protocol\n")
     assert log.drain() == "cannot find remote protocol"
     assert log.reads("d#1", "intra-node") == []
+    log.file.unlink()
+
+
+def test_tables_whose_title_and_operation_share_a_row_are_read_too():
+    """As UCX writes them in NIXL 1.3, one behind the other, without heads of columns."""
+    title = "d#1 intra-node cfg#1"
+    heads, ways = (f"{title} | {GET}", f"{title} | active message"), ("zero-copy | cma/memory", "copy-in | tcp/b")
+    rule = "+-----+-----+-----+"
+    lines = [
+        line
+        for head, way in zip(heads, ways, strict=True)
+        for line in (rule, f"| {head} |", rule, "| 0..8184 | short | tcp/lo |", f"| 8185..inf | {way} |", rule)
+    ]
+    log = log_of("".join(f"[1.2] [host:1:0]   {line}\n" for line in lines))
+    assert log.reads("d#1", "intra-node") == ["zero-copy, cma/memory"]
+    log.file.unlink()
+
+
+def test_reads_of_a_nixl_that_names_no_worker_are_those_of_its_process():
+    """Releases 1.3 and 1.4."""
+    near, other = (
+        TABLE.format(worker=f"ucp_context_{number}", near=near, operation=GET, way=way)
+        for number, (near, way) in enumerate([("intra-node", "zero-copy | cma/memory"), ("inter-node", "zero-copy | tcp/b")])
+    )
+    log = log_of(near, other)
+    assert log.reads("d#1", "intra-node") == ["zero-copy, cma/memory"]
+    assert log.reads("d#1", "inter-node") == ["zero-copy, tcp/b"]
     log.file.unlink()
 
 

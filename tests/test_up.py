@@ -143,7 +143,7 @@ class TestTheMachine:
 def two_machines(**changes: object) -> Fleet:
     wanted = (Engine(Role.PREFILL, 0, tp=2), Engine(Role.PREFILL, 1), Engine(Role.DECODE, 0, flags=("--max-num-seqs=8",)))
     hosts = ("p.example", "p.example", "d.example")
-    places = tuple(Place("0.0.0.0", host, 8100 + i) for i, host in enumerate(hosts))
+    places = tuple(Place("0.0.0.0", host, 8100 + i, 7600 + i % 2) for i, host in enumerate(hosts))
     made = {"key_file": "/run/a key", **changes}
     return Fleet("some/model", wanted, places, (Share(),) * 3, **made)  # type: ignore[arg-type]
 
@@ -170,7 +170,7 @@ class TestCommands:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "key_file": "/run/a key",
-                "listen": "d.example:0",
+                "listen": "d.example:7600",
                 "peers": ["p.example:7600", "p.example:7601"],
             },
         }
@@ -189,16 +189,19 @@ class TestCommands:
 
     def test_on_one_machine_nothing_leaves_it(self):
         wanted = (Engine(Role.PREFILL), Engine(Role.DECODE, block=64))
-        places = (Place("127.0.0.1", "127.0.0.1", 1), Place("127.0.0.1", "127.0.0.1", 2))
+        places = (Place("127.0.0.1", "127.0.0.1", 1, 3), Place("127.0.0.1", "127.0.0.1", 2, 4))
         fleet = Fleet("m", wanted, places, (Share({"A": "b c"}, ("--x=1",)), Share()), Serving(("py", "-m", "api"), True), "n")
         first, second = fleet.commands()
         assert first.line.startswith("A='b c' py -m api --model m --host 127.0.0.1 --port 1 --served-model-name n ")
         assert first.words[-1] == "--x=1"
+        assert "--disable-access-log-for-endpoints=/health,/metrics" in first.words
         assert transfer(first) == {
             "kv_connector": "KVFerryConnector",
             "kv_connector_module_path": "kvferry.engines.vllm",
             "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"listen": "127.0.0.1:3"},
         }
+        assert transfer(second)["kv_connector_extra_config"] == {"listen": "127.0.0.1:4"}
         assert second.words[second.words.index("--block-size") + 1] == "64"
 
     def test_what_is_printed_can_be_pasted(self, tmp_path: Path):
@@ -245,6 +248,19 @@ class TestDryRun:
             (["m", "--prefill-host", "p", "--decode-host", "d"], "with --dry-run"),
             (["m", "--dry-run", "--device", "tpu"], "choose cpu or cuda"),
             (["m", "--dry-run", "--flags", "--port 1"], "--port is not set there"),
+            (["m", "--tokens", "0"], "--tokens 0: give a number from 1 on"),
+            *(
+                ([*words, *more], said)
+                for words in (["m"], ["m", "--dry-run"], ["m", "--dry-run", "--prefill-host", "p", "--decode-host", "d"])
+                for more, said in (
+                    (["--port", "99999"], "--port 99999: give a number from 0, for any free one, to 65535"),
+                    (["--port", "-1"], "--port -1: give a number from 0, for any free one, to 65535"),
+                    (["--first-port", "99999"], "--first-port 99999: give a number from 0, for any free ones, to 65532"),
+                    (["--first-port", "65533"], "the 2 engines take 4 ports from it on"),
+                    (["--first-port", "-8"], "--first-port -8"),
+                    (["--port", "8103"], "--port 8103: engines take ports 8100 to 8103"),
+                )
+            ),
         ],
     )
     def test_what_is_wrong_is_said(self, arguments: list[str], words: str):
@@ -395,7 +411,7 @@ def test_an_engine_does_not_take_the_port_that_the_router_was_told_to_use(monkey
     def taken(host: str, url: str, port: int) -> Place:
         raise UpError(f"{given}")
 
-    def usable(port: int, option: str) -> int:
+    def usable(port: int, option: str, host: str = "") -> int:
         given.append(port or free_port())
         return given[-1]
 
@@ -404,7 +420,7 @@ def test_an_engine_does_not_take_the_port_that_the_router_was_told_to_use(monkey
     for name, stand_in in (("check_installed", lambda: None), ("usable", usable), ("Place", taken)):
         monkeypatch.setattr(up_module, name, stand_in)
     CliRunner().invoke(app, ["up", "m", "--device", "cpu", "--port", str(told), "--first-port", "0"])
-    assert len(given) == len(set(given)) == 3
+    assert len(given) == len(set(given)) == 5
     assert given[-1] == told
 
 
@@ -462,6 +478,15 @@ class TestProcesses:
         assert "> there\nthere and back\n" in said
         assert "> off\noff and back\n" in said
         assert "4 prompts handed over, 396 tokens, 811,008 bytes, 2.5 ms each, by shared memory (zero-copy, cma/memory)" in said
+        assert said.endswith("same text: prefill-0 alone gives the same 2 answers, with nothing handed over\n")
+        it.nothing_is_left()
+
+    def test_an_answer_that_one_engine_alone_does_not_give_is_shown_and_is_a_failure(self, up: Callable[..., Running]):
+        it = up("alters", "--ask", "there", "--ask", "off")
+        assert it.ended() == 1, it.said.read_text()
+        said = it.said.read_text()
+        assert "there and elsewhere\n" in said
+        assert "DIFFERENT TEXT: prefill-0 alone answers 'there' with 'there and back'" in said.splitlines()[-1]
         it.nothing_is_left()
 
     def test_logs_are_kept_where_they_are_wanted(self, up: Callable[..., Running], tmp_path: Path):
@@ -477,6 +502,22 @@ class TestProcesses:
             assert it.ended() == 2
         assert f"port {number} cannot be used: Address already in use; set --port" in it.said.read_text()
         it.nothing_is_left()
+
+    def test_a_folder_for_logs_that_cannot_be_made_is_named(self, up: Callable[..., Running], tmp_path: Path):
+        (tmp_path / "file").touch()
+        it = up("pretender", "--logs", str(tmp_path / "file" / "logs"))
+        assert it.ended() == 2
+        assert (
+            it.said.read_text() == f"kvferry: --logs {tmp_path}/file/logs: Not a directory; name a folder that can be written\n"
+        )
+        it.nothing_is_left()
+
+    def test_a_host_that_is_not_here_is_named(self, up: Callable[..., Running]):
+        for host in ("nowhere.invalid", "192.0.2.1"):
+            it = up("pretender", "--host", host)
+            assert it.ended() == 2
+            assert re.fullmatch(rf"kvferry: --host {host}: .*; name an address of this machine\n", it.said.read_text())
+            it.nothing_is_left()
 
     def test_what_is_not_installed_is_named(self, tmp_path: Path):
         command = [sys.executable, "-m", "kvferry", "up", "m"]

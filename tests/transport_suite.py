@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+from unittest.mock import patch
 
 import numpy as np
 
@@ -18,7 +20,8 @@ from kvferry.strategy import HostMover, Mapped, Strategies
 from kvferry.strategy.cost import Way, usual
 from kvferry.strategy.scattered import Scattered, Settings
 from kvferry.strategy.staging import host_staging
-from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, Read, State, Transport
+from kvferry.transport import Harbour, InProcessTransport, NixlOptions, NixlTransport, Read, State, Transport, nixl
+from kvferry.transport.agent import library
 from transport_peer import PATIENCE_S, Buffers, PeerProcess, Rank, allocated, at_addresses, filled
 
 SRC_SEED, DST_SEED = 1, 2
@@ -238,6 +241,20 @@ class NixlWharf:
         if self.peer.process.is_alive():
             self.resume()
             self.peer.ask("shut")
+
+
+@contextmanager
+def without_strides() -> Iterator[None]:
+    with patch.object(nixl, "library", lambda: replace(library(), strided=False)):
+        yield
+
+
+class DenseWharf(NixlWharf):
+    """Over a NIXL that takes no strided lists, as before its release 1.5."""
+
+    def consumer(self, window: int = 4096, timeout_s: float = PATIENCE_S) -> Transport:
+        with without_strides():
+            return super().consumer(window, timeout_s)
 
 
 class MappedWharf(NixlWharf):

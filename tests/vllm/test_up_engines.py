@@ -71,7 +71,7 @@ class Up:
 
     def __init__(self, folder: Path, alone: Server) -> None:
         self.folder, self.said, self.port = folder, folder / "said", free_port()
-        first = free_port(2)
+        first = free_port(4)
         self.engines = {"prefill-0": first, "decode-0": first + 1}
         environment = {**os.environ, "PYTHONPATH": str(SOURCES), "TMPDIR": str(folder)}
         command = ["up", "--tiny", "--port", str(self.port), "--first-port", str(first), "--logs", str(folder / "logs")]
@@ -401,6 +401,17 @@ class TestTheDocumentation:
         done = subprocess.run(["bash", "-c", f"{line} --silent --fail"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert set(json.loads(done.stdout)["choices"][0]["text"].split()) & set(tiny.WORDS)
+
+
+def test_the_line_that_is_shown_for_kvferry_check_works(up: Up) -> None:
+    (line,) = re.findall(r"kvferry (check .*)", up.said.read_text())
+    done = subprocess.run([sys.executable, "-m", "kvferry", *shlex.split(line)], capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+
+
+def test_logs_are_not_full_of_those_who_ask_whether_an_engine_is_well(up: Up) -> None:
+    for log in (up.folder / "logs").glob("*-0.*.log"):
+        assert not re.findall(r"GET /(health|metrics)", log.read_text()), log
 
 
 def test_ctrl_c_leaves_nothing_behind(up: Up) -> None:

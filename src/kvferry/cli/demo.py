@@ -15,9 +15,15 @@ from kvferry.cli.output import show, show_json
 from kvferry.demo import Log, Voyage, sail
 from kvferry.errors import SideError
 from kvferry.strategy.shared import sweep
+from kvferry.transport.agent import library
 
 MAX_REQUESTS = 100_000
 MAX_TOKENS = 4096
+INTRODUCTION = """\
+One process holds the cache of a model as its prefill ranks would, another as its decode ranks would, in another layout.
+NIXL moves requests from one to the other. Every byte that arrives is compared with what belongs there."""
+RIGHT = "[green]every byte that arrived is right[/]"
+WRONG = "[red]bytes are wrong[/]: this is an error of KVFerry or NIXL; please report it with the output of kvferry doctor"
 
 
 def demo_command(
@@ -33,10 +39,13 @@ def demo_command(
         raise SideError(f"--requests {requests}: give a number from 1 to {MAX_REQUESTS:,}")
     if not 1 <= tokens <= MAX_TOKENS:
         raise SideError(f"--tokens {tokens}: give a number from 1 to {MAX_TOKENS:,}")
+    library()
     sweep()
     voyage = Voyage(model, prefill, decode, requests, tokens)
     console = Console(stderr=as_json)
-    title = f"{model}   prefill {prefill} → decode {decode}   two processes over NIXL"
+    title = f"{model}: prefill {prefill} → decode {decode}"
+    if not as_json:
+        show([INTRODUCTION])
     if console.is_terminal:
         with Live(_view(title, Log(), requests), console=console, refresh_per_second=10) as live:
             log = sail(voyage, lambda so_far: live.update(_view(title, so_far, requests)))
@@ -47,6 +56,8 @@ def demo_command(
             show([_view(title, log, requests)])
     if as_json:
         show_json({**asdict(log), "paths": sorted(log.paths)})
+    else:
+        show([WRONG if log.wrong else RIGHT])
     if log.wrong:
         raise typer.Exit(1)
 
@@ -58,7 +69,6 @@ def _view(title: str, log: Log, requests: int) -> Table:
     table.add_row("requests carried", f"{log.carried:,} of {requests:,}")
     table.add_row("", ProgressBar(total=requests, completed=log.carried, width=48))
     table.add_row("bytes moved", f"{log.bytes:,}")
-    table.add_row("runs after merging", f"{log.runs:,}")
     table.add_row("bytes compared", f"{log.compared:,}")
     table.add_row("bytes wrong", f"[{'red' if log.wrong else 'green'}]{log.wrong:,}[/]")
     if log.paths:

@@ -23,11 +23,11 @@ from kvferry.errors import UpError
 from kvferry.fleet.device import Device, found_device
 from kvferry.fleet.server import free_port, reserve
 from kvferry.up import tiny as tiny_model
-from kvferry.up.commands import LOOPBACK, WILDCARD, Command, Place, curl, router, script
+from kvferry.up.commands import LOOPBACK, WILDCARD, Command, Place, check, curl, router, script
 from kvferry.up.engines import Role, engines, split_flags
 from kvferry.up.harbour import Harbour, NotUpError, Seen, ended_by_signals, folder
-from kvferry.up.local import Wanted, check_installed, on_this_machine, on_two_machines, usable
-from kvferry.up.view import doing, moved, view
+from kvferry.up.local import PORTS_EACH, Wanted, check_installed, check_ports, on_this_machine, on_two_machines, usable
+from kvferry.up.view import compared, doing, moved, view
 from kvferry.up.watch import Counts, total
 
 PORT: Final = 8000
@@ -37,6 +37,7 @@ RECENT_S: Final = 10.0
 FRAME_S: Final = 0.25
 SETTLE_S: Final = 5.0
 TOKENS: Final = 24
+LAST: Final = "Ctrl-C ends all of it"
 
 
 def up_command(
@@ -51,14 +52,15 @@ def up_command(
     name: Annotated[str, typer.Option(help="What clients call the model; its own name by default.")] = "",
     host: Annotated[str, typer.Option(help="Where the router listens.")] = LOOPBACK,
     port: Annotated[int, typer.Option(help="The port of the router; 0 takes a free one.")] = PORT,
-    first_port: Annotated[int, typer.Option(help="Engines take ports from this one on; 0 takes free ones.")] = FIRST_PORT,
+    first_port: Annotated[int, typer.Option(help="Engines take two ports each from here on; 0 takes free ones.")] = FIRST_PORT,
     prefill_host: Annotated[str, typer.Option(help="With --dry-run: the machine of the prefill engines.")] = "",
     decode_host: Annotated[str, typer.Option(help="With --dry-run: the machine of the decode engines and the router.")] = "",
     key_file: Annotated[str, typer.Option(help=f"The cluster's key. Between machines: {KEY_FILE} by default.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda. Default: what vLLM would find.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, for this machine or for two.")] = False,
     ask: Annotated[
-        list[str] | None, typer.Option(help="Ask this when all is up, show what moved, and end; repeatable.")
+        list[str] | None,
+        typer.Option(help="Ask this when all is up, compare with one engine alone, and end; repeatable."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="How long an answer to --ask may be.")] = TOKENS,
     logs: Annotated[Path | None, typer.Option(help="Keep logs in this folder; else they are removed at the end.")] = None,
@@ -75,6 +77,9 @@ def up_command(
         *engines(Role.PREFILL, prefill or (), f"{flags} {prefill_flags}"),
         *engines(Role.DECODE, decode or (), f"{flags} {decode_flags}"),
     )
+    if tokens < 1:
+        raise UpError(f"--tokens {tokens}: give a number from 1 on")
+    check_ports(port or (PORT if dry_run else 0), first_port or (FIRST_PORT if dry_run else 0), len(asked))
     wanted = Wanted(model, asked, _device(device), name, key_file or (KEY_FILE if apart else ""))
     more = split_flags(router_flags, "--router-flags")
     if dry_run:
@@ -83,19 +88,23 @@ def up_command(
         write(_printed(wanted, hosts, host, port or PORT, first_port or FIRST_PORT, more))
         return
     check_installed()
-    reserve(port, *(first_port + i for i, _ in enumerate(asked) if first_port))
-    ports = [usable(first_port and first_port + i, "--first-port") for i, _ in enumerate(asked)]
-    entry = Place(host, _reached(host), usable(port, "--port"))
+    offsets = range(PORTS_EACH * len(asked))
+    reserve(port, *(first_port + i for i in offsets if first_port))
+    ports = [usable(first_port and first_port + i, "--first-port") for i in offsets]
+    entry = Place(host, _reached(host), usable(port, "--port", host))
     try:
         with ended_by_signals() as wish, folder() as kept, Harbour(wanted.device, os.environ, kept, logs) as harbour:
             if tiny:
                 wanted = wanted.with_own_model(str(kept / tiny_model.NAME))
                 _make_tiny(harbour, wanted.model, wish)
             if not wish.is_set():
-                fleet = on_this_machine(wanted, ports).commands()
+                fleet = on_this_machine(wanted, ports)
+                commands = fleet.commands()
                 gate = (f"--prometheus-port={free_port()}", *more)
-                harbour.begin(fleet, router((sys.executable, "-m", "vllm_router.launch_router"), fleet, entry, gate))
-            _attend(harbour, wish, wanted.served, entry.url, ask or (), tokens)
+                harbour.begin(commands, router((sys.executable, "-m", "vllm_router.launch_router"), commands, entry, gate))
+                notes = (f"OpenAI-compatible at {entry.url}/v1", curl(entry.url, wanted.served), check(fleet), LAST)
+                if _attend(harbour, wish, f"kvferry up: {wanted.served}", notes, not ask) and ask:
+                    _answer(harbour, wish, wanted, entry.url, ask, tokens)
     except NotUpError as error:
         write(f"{error.tail}\n")
         raise
@@ -105,7 +114,7 @@ def _printed(wanted: Wanted, hosts: Mapping[Role, str], host: str, port: int, fi
     if hosts:
         fleet, entry = on_two_machines(wanted, hosts, first_port), Place(WILDCARD, hosts[Role.DECODE], port)
     else:
-        ports = [first_port + i for i, _ in enumerate(wanted.engines)]
+        ports = [first_port + i for i in range(PORTS_EACH * len(wanted.engines))]
         fleet, entry = on_this_machine(wanted, ports), Place(host, _reached(host), port)
     commands = fleet.commands()
     first = [f"python3 -m kvferry.up.tiny {wanted.model}"] if wanted.tiny else []
@@ -123,27 +132,35 @@ def _make_tiny(harbour: Harbour, model: str, wish: Event) -> None:
     harbour.prepare(Command("checkpoint", "checkpoint", LOOPBACK, "", making), wish)
 
 
-def _attend(harbour: Harbour, wish: Event, model: str, url: str, ask: Sequence[str], tokens: int) -> None:
-    """Until somebody wants it to end, or all was asked."""
+def _attend(harbour: Harbour, wish: Event, title: str, notes: Sequence[str], watched: bool) -> bool:
+    """Until somebody wants it to end or, unless it is to be `watched`, until all serve; whether they do."""
     console = Console(stderr=True, soft_wrap=True)
-    title = f"kvferry up: {model}"
-    shown = _Live(console, title) if console.is_terminal and not ask else _Lines(console)
-    address = [f"OpenAI-compatible at {url}/v1", curl(url, model), "Ctrl-C ends all of it"]
+    shown = _Live(console, title) if console.is_terminal and watched else _Lines(console)
     with shown:
         while not wish.is_set():
             seen = harbour.look()
-            shown.update(seen, address if harbour.ready else [])
-            if harbour.ready and ask:
-                break
+            shown.update(seen, notes if harbour.ready and watched else [])
+            if harbour.ready and not watched:
+                return True
             wish.wait(FRAME_S)
-    if wish.is_set():
-        console.print("ending")
-        return
+    console.print("ending")
+    return False
+
+
+def _answer(harbour: Harbour, wish: Event, wanted: Wanted, url: str, ask: Sequence[str], tokens: int) -> None:
+    """Ask both sides together, then a prefill engine alone: it never loads anything, so all that it answers is its own work."""
+    if wanted.tiny:
+        write("The model's weights are random: what it says means nothing, and must be the same either way.\n\n")
+    served = []
     for text in ask:
-        write(f"> {text}\n{_ask(url, model, text, tokens).strip()}\n\n")
+        served.append(_ask(url, wanted.served, text, tokens))
+        write(f"> {text}\n{served[-1].strip()}\n\n")
     _settle(harbour, len(ask), wish)
     show([Text(moved(harbour.look(), Counts()) or "nothing was handed over; see the decode engine's log (--logs)")])
-    if not harbour.counted().loaded:
+    one = next(it.command for it in harbour.look() if it.command.role == Role.PREFILL.value)
+    alone = [_ask(one.url, wanted.served, text, tokens) for text in ask]
+    write(f"{compared(one.name, ask, served, alone)}\n")
+    if served != alone or not harbour.counted().loaded:
         raise typer.Exit(1)
 
 

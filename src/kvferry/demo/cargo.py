@@ -97,5 +97,6 @@ def _tensor(seed: int, layer: Layer, part: Part, shape: Shape, entries: int) -> 
     key = zlib.crc32(f"{layer.name} {part.name}".encode()) << 32 | seed
     one = prod(sizes) * shape.element.bytes
     whole = np.frombuffer(np.random.Generator(np.random.PCG64(key)).bytes(entries * one), np.uint8)
-    owned = tuple(slice(axis.start, axis.stop) for axis in shape.axes)
-    return whole.reshape(entries, *sizes, shape.element.bytes)[(slice(None), *owned)].copy()
+    owned = (slice(None), *(slice(axis.start, axis.stop) for axis in shape.axes))
+    mine: Bytes = whole.reshape(entries, *sizes, shape.element.bytes)[owned].copy()
+    return mine

@@ -10,6 +10,7 @@ import multiprocessing
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -27,6 +28,7 @@ from kvferry.transport import Prepared, Read, State, Storage, Transport
 from kvferry.transport.nixl import NixlTransport
 
 IN_FLIGHT = 8
+JOIN_S = 10.0
 BLOCKS_FOR = 12
 """Blocks for this many of the longest requests."""
 
@@ -241,14 +243,19 @@ def sail(voyage: Voyage, show: Callable[[Log], None]) -> Log:
     ours, theirs = context.Pipe()
     child = context.Process(target=produce, args=(theirs, voyage), daemon=True)
     child.start()
+    theirs.close()
     consumer = None
     try:
         consumer = Consumer(ours, voyage)
         return consumer.run(show)
+    except (EOFError, ConnectionError):
+        child.join(JOIN_S)
+        raise TransportError(f"the producer's process ended with {child.exitcode}; it wrote why on standard error") from None
     finally:
         if child.is_alive():
-            ours.send(None)
-            child.join(10)
+            with suppress(OSError):
+                ours.send(None)
+            child.join(JOIN_S)
         if child.is_alive():
             child.terminate()
         if consumer is not None:

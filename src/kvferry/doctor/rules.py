@@ -14,7 +14,8 @@ from kvferry.engines.vllm.releases import OLDEST, is_seen, is_served, release_of
 from kvferry.findings import Finding, Severity
 from kvferry.transport.fence import PORTS, rule
 
-NIXL_LEAST: Final = (1, 5)
+NIXL_LEAST: Final = (1, 3)
+NIXL_STRIDED: Final = (1, 5)
 ENOUGH_LOCKED: Final = 1 << 30
 FEW_CORES: Final = 8
 _PLUGINS: Final = "unset NIXL_PLUGIN_DIR, or name a directory with libplugin_UCX.so; else install NIXL again"
@@ -73,8 +74,12 @@ def _nixl(machine: Machine) -> Iterator[Finding]:
         )
         return
     for name, number in here.items():
+        cure = f"pip install --no-deps '{name}>=1.5'"
         if _release(number) < NIXL_LEAST:
-            yield Finding("nixl-release", f"{name} {number} has no strided descriptor lists", f"pip install '{name}>=1.5'")
+            yield Finding("nixl-release", f"{name} {number} is older than any release that KVFerry was tested with", cure)
+        elif _release(number) < NIXL_STRIDED:
+            seen = f"{name} {number} has no strided descriptor lists: engines take longer to meet, and more memory"
+            yield Finding("nixl-release", seen, cure, Severity.WARNING)
     if "nixl-cu12" in here and "nixl-cu13" in here:
         seen = f"two builds of NIXL are installed ({shown}), and which one a process gets is chance"
         yield Finding("nixl-twice", seen, "keep the one that was built for your CUDA", Severity.WARNING)

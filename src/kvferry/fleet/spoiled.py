@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ EXCHANGED = "exchanged "
 _MARK = re.compile(r"spoiled-([a-z]+)-(\d+)-")
 
 
-class Spoiling(StrEnum):
+class Spoiling(str, Enum):
     """`HEADS`: keys of two heads of a layer exchanged; `BLOCKS`: a block of the prompt is another one; `LAYERS`: two layers
     exchanged; `STATE`: a layer's state lost; `TAPS`: a layer's convolution a token late; `RANKS`: slices of ranks exchanged."""
 
@@ -40,7 +40,7 @@ class Spoiling(StrEnum):
 
 def marked(how: Spoiling, which: int, rest: str) -> str:
     """The id of a request to be spoiled; `which` chooses the layer, or the block."""
-    return f"spoiled-{how}-{which}-{rest}"
+    return f"spoiled-{how.value}-{which}-{rest}"
 
 
 def marks(request: str) -> tuple[Spoiling, int] | None:

@@ -228,7 +228,8 @@ def _close(address: Ints, size: int) -> bool:
 
 
 def _rows(address: int, count: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.ndarray(count, kind, _at(address))
+    rows: npt.NDArray[Any] = np.ndarray(count, kind, _at(address))
+    return rows
 
 
 def _elements(address: Ints, kind: np.dtype[Any], unit: int) -> tuple[npt.NDArray[Any], Ints]:

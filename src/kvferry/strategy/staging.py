@@ -206,7 +206,8 @@ class Boards:
         self._notes.append(note)
 
     def noted(self, note: int, slots: int) -> Words:
-        return self._memory[(1 + note) * _MOST_SLOTS :][:slots].copy()
+        words: Words = self._memory[(1 + note) * _MOST_SLOTS :][:slots].copy()
+        return words
 
 
 def page_of(offer: Offer, own_slot: int) -> int:

@@ -15,6 +15,7 @@ from kvferry.transport.fence import LOOPBACK, PORTS, Fence, fence, operators
 logger = logging.getLogger("kvferry.transport")
 
 _MODULES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
+GET_NIXL: Final = "pip install --no-deps nixl-cu12 (nixl-cu13 for CUDA 13)"
 _POSTERS: Final = 4
 """Threads that post where there are cores for them: with four, vLLM's own connector posts a descriptor over CUDA IPC in 3.4 us,
 a single thread needs 8.2 us (H200)."""
@@ -23,6 +24,12 @@ _SPLIT: Final = 128
 _SLOW_US: Final = 5000
 """How long a slow progress thread sleeps at most; arrivals wake it, but for some that UCX does not announce. It takes less than
 0.5 % of a core then."""
+
+
+NO_STRIDES: Final = (
+    "this NIXL is older than 1.5 and takes no strided lists: connecting to a peer prepares one descriptor for each run of each "
+    "block, which costs time and memory; reads are the same"
+)
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,12 @@ class NixlOptions:
 
 @dataclass(frozen=True)
 class Library:
-    """NIXL's Python interface, under whichever name it is installed."""
+    """NIXL's Python interface, under whichever name it is installed. `strided`: it takes lists of strided rows, as from its
+    release 1.5 on; else every element of a row is a descriptor."""
 
     api: Any
     errors: tuple[type[Exception], ...]
+    strided: bool = True
 
 
 def library() -> Library:
@@ -99,8 +108,12 @@ def library() -> Library:
             logging.getLogger("nixl").setLevel(logging.WARNING)
         found = (getattr(api.nixlBind, attribute) for attribute in dir(api.nixlBind))
         errors = tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
-        return Library(api, (*errors, RuntimeError, ValueError, KeyError))
-    raise TransportError(f"NIXL is not installed (looked for {', '.join(_MODULES)}); pip install 'kvferry[nixl]'")
+        strided = "mem_type" in (api.nixlBind.nixlAgent.prepXferDlist.__doc__ or "")
+        return Library(api, (*errors, RuntimeError, ValueError, KeyError), strided)
+    raise TransportError(
+        f"NIXL is not installed (looked for {', '.join(_MODULES)}); {GET_NIXL}, or with PyTorch, several gigabytes: "
+        "pip install 'kvferry[nixl]'"
+    )
 
 
 def start(name: str, options: NixlOptions, found: Library) -> tuple[Any, bool]:

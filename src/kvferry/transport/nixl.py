@@ -17,15 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import UNSET
 
 from kvferry.errors import TransportError
 from kvferry.plan import Plan, Tiles
 from kvferry.plan.rows import PreparedRows, Rows
 from kvferry.transport import ucx
-from kvferry.transport.addresses import Placed, place
-from kvferry.transport.agent import NixlOptions, library, start
+from kvferry.transport.addresses import Placed, dense, place, strided
+from kvferry.transport.agent import NO_STRIDES, NixlOptions, library, start
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry
 from kvferry.transport.fence import taking_ports
 from kvferry.transport.metadata import Metadata, StorageEntry, decode_metadata, encode_metadata, this_host
@@ -84,6 +83,8 @@ class NixlTransport:
             self._started, self.progresses = start(self.name, self.options, self._library)
         if self._fence.words:
             logger.warning("%s: %s", self.name, self._fence.words)
+        if not self._library.strided:
+            logger.info("%s: %s", self.name, NO_STRIDES)
         self._stuck = ""
         self._storages: list[Storage] = []
         self._registered: list[Any] = []
@@ -180,11 +181,9 @@ class NixlTransport:
     def _list(self, agent: str, rows: Rows, placed: Placed, peer: str) -> Any:
         if not len(rows):
             return None
-        strided: npt.NDArray[np.uint64] = np.empty((len(rows), 5), np.uint64)
-        for i, column in enumerate((placed.address, rows.length, placed.device, rows.stride, rows.count)):
-            strided[:, i] = column
+        listed = strided(rows, placed) if self._library.strided else dense(rows, placed, f"peer {peer}")
         try:
-            return self._agent.prep_xfer_dlist(agent, strided, _MEMORY[placed.memory])
+            return self._agent.prep_xfer_dlist(agent, listed, _MEMORY[placed.memory])
         except self._library.errors as error:
             side = "this end's" if agent == _LOCAL else "its"
             raise TransportError(f"peer {peer}: NIXL cannot prepare {len(rows)} rows of {side} memory: {error}") from error

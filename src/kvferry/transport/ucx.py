@@ -56,6 +56,8 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 _RDMA: Final = re.compile(r"\b(rc|dc|ud|gga|ib|srd)(_\w+)?/")
 _SHARED: Final = re.compile(r"\b(cma|xpmem|knem|sysv|posix|mm)/")
 _TITLE: Final = re.compile(r"^(?P<worker>.*) (?P<near>self|intra-node|inter-node) cfg#\d+$")
+_HEADS: Final = ["Range", "Description", "Config"]
+_UNNAMED: Final = "ucp_context_"
 _READ: Final = "remote memory read by ucp_get"
 
 
@@ -68,7 +70,9 @@ class Log:
         self.file = File(name)
         self._stream: TextIO = self.file.open(encoding="utf-8", errors="replace")
         self._rest = ""
-        self._table: list[list[str]] = []
+        self._title: re.Match[str] | None = None
+        self._operation = ""
+        self._way: list[str] = []
         self._reads: dict[tuple[str, str], dict[str, None]] = {}
 
     @property
@@ -93,15 +97,31 @@ class Log:
                 logger.warning("UCX: %s", complaint)
             body = line.partition("]   ")[2] or line
             if body.startswith("|"):
-                self._table.append([cell.strip() for cell in body.strip("|").split("|")])
-            elif not body.startswith("+") or len(self._table) > 3:
+                self._row([cell.strip() for cell in body.strip("|").split("|")])
+            elif self._way or not body.startswith("+"):
                 self._close_table()
         return complaint
 
     def reads(self, agent: str, near: str) -> list[str]:
-        """Ways in which the agent reads from peers that are `intra-node` or `inter-node`."""
+        """Ways in which the agent reads from peers that are `intra-node` or `inter-node`. NIXL gives UCX the agent's name from
+        its release 1.5 on; with an earlier one these are the ways of all agents of this process."""
         self.drain()
-        return list(self._reads.get((agent[:WORKER_NAME], near), {}))
+        mine = self._reads.get((agent[:WORKER_NAME], near))
+        if mine is not None:
+            return list(mine)
+        unnamed = (ways for (worker, at), ways in self._reads.items() if at == near and worker.startswith(_UNNAMED))
+        return list(dict.fromkeys(way for ways in unnamed for way in ways))
+
+    def _row(self, cells: list[str]) -> None:
+        """A title and an operation, in one row or in two, head a table; its last row is that of large reads."""
+        title = _TITLE.match(cells[0])
+        if title is not None:
+            self._close_table()
+            self._title, self._operation = title, "".join(cells[1:])
+        elif not self._operation:
+            self._operation = cells[0]
+        elif cells != _HEADS:
+            self._way = cells
 
     def ways(self, agent: str, here: bool, used: bool) -> list[str]:
         """Ways in which the agent reads from a peer on this machine, or from one elsewhere. UCX counts a peer on this machine
@@ -110,13 +130,11 @@ class Log:
         return found or (self.reads(agent, "inter-node") if here and used else [])
 
     def _close_table(self) -> None:
-        table, self._table = self._table, []
-        if len(table) < 4 or not table[1][0].startswith(_READ) or len(table[-1]) != 3:
+        title, operation, way = self._title, self._operation, self._way
+        self._title, self._operation, self._way = None, "", []
+        if title is None or title["near"] == "self" or not operation.startswith(_READ) or len(way) != 3:
             return
-        title = _TITLE.match(table[0][0])
-        if title is None or title["near"] == "self":
-            return
-        _, description, config = table[-1]
+        _, description, config = way
         self._reads.setdefault((title["worker"], title["near"]), {})[f"{description}, {config}"] = None
 
 

@@ -15,7 +15,9 @@ from kvferry.up.machine import Share
 LOOPBACK: Final = "127.0.0.1"
 WILDCARD: Final = "0.0.0.0"
 CHANNEL_PORT: Final = 7600
-"""The first port at which producers answer consumers, where these are on other machines."""
+"""The first port of a machine at which engines answer others and `kvferry check`, where the sides are on different machines."""
+QUIET: Final = "--disable-access-log-for-endpoints=/health,/metrics"
+"""The router and `kvferry up` ask for these several times a second; without it they are most of an engine's log."""
 ALERT: Final = (
     "--worker-startup-check-interval=1",
     "--health-check-interval-secs=2",
@@ -55,16 +57,25 @@ class Command:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine is: what it listens on, how others call it, and the port of its HTTP server."""
+    """Where an engine is: what it listens on, how others call it, the port of its HTTP server and that of its channel."""
 
     listen: str
     host: str
     port: int
+    channel: int = 0
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{self._named}:{self.port}"
+
+    @property
+    def answers(self) -> str:
+        """Where other engines and `kvferry check` ask it."""
+        return f"{self._named}:{self.channel}"
+
+    @property
+    def _named(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
 
 
 @dataclass(frozen=True)
@@ -102,28 +113,27 @@ class Fleet:
             out += [flag, str(size)] if size > 1 else []
         out += ["--block-size", str(engine.block)] if engine.block else []
         out += ["--kv-transfer-config", json.dumps(self._transfer(engine, place))]
-        return (*out, *share.flags, *engine.flags)
+        return (*out, QUIET, *share.flags, *engine.flags)
 
     def _transfer(self, engine: Engine, place: Place) -> dict[str, Any]:
         out: dict[str, Any] = {"kv_connector": "KVFerryConnector"}
         if self.serving.module:
             out["kv_connector_module_path"] = "kvferry.engines.vllm"
-        extra: dict[str, Any] = dict(self.settings)
+        extra: dict[str, Any] = {**self.settings, "listen": place.answers}
         if self.key_file:
             extra["key_file"] = self.key_file
         if engine.role is Role.PREFILL:
             out["kv_role"] = "kv_producer"
             if self.apart:
-                extra |= {"listen": f"{WILDCARD}:{CHANNEL_PORT + engine.index}", "advertise": place.host}
+                extra |= {"listen": f"{WILDCARD}:{place.channel}", "advertise": place.host}
         else:
             out |= {"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
             if self.apart:
-                extra["listen"] = f"[{place.host}]:0" if ":" in place.host else f"{place.host}:0"
-                extra["peers"] = [f"{it.host}:{CHANNEL_PORT + producer.index}" for producer, it in self._producers()]
-        return {**out, "kv_connector_extra_config": extra} if extra else out
+                extra["peers"] = [it.answers for producer, it in self._placed() if producer.role is Role.PREFILL]
+        return {**out, "kv_connector_extra_config": extra}
 
-    def _producers(self) -> Iterator[tuple[Engine, Place]]:
-        return ((e, place) for e, place in zip(self.engines, self.places, strict=True) if e.role is Role.PREFILL)
+    def _placed(self) -> Iterator[tuple[Engine, Place]]:
+        return zip(self.engines, self.places, strict=True)
 
 
 def router(start: Sequence[str], commands: Sequence[Command], place: Place, flags: Sequence[str] = ()) -> Command:
@@ -151,6 +161,12 @@ def script(commands: Sequence[Command], key_file: str, model: str, first: Sequen
         out += [command.line for command in commands if command.host == host]
         out.append("")
     return "\n".join([*out, "# When all of them are up:", curl(commands[-1].url, model)]) + "\n"
+
+
+def check(fleet: Fleet) -> str:
+    """Asks all of its engines whether every pair of them fits."""
+    words = [word for place in fleet.places for word in ("--engine", place.answers)]
+    return shlex.join(["kvferry", "check", *words, *(["--key-file", fleet.key_file] if fleet.key_file else [])])
 
 
 def curl(url: str, model: str) -> str:

@@ -128,7 +128,10 @@ class Harbour:
     def __init__(self, device: Device, variables: Mapping[str, str], folder: Path, logs: Path | None = None) -> None:
         self.folder = folder
         self._logs = logs or folder
-        self._logs.mkdir(parents=True, exist_ok=True)
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UpError(f"--logs {logs}: {error.strerror}; name a folder that can be written") from None
         self._zygote = Zygote(folder, device, Start.SPAWN, variables={**variables, "VLLM_RPC_BASE_PATH": str(folder)})
         self._zygote.remove_at_end(folder)
         self._engines: Sequence[Command] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import socket
@@ -16,11 +17,14 @@ from kvferry.errors import UpError
 from kvferry.fleet.device import Device
 from kvferry.fleet.server import free_port
 from kvferry.up import tiny
-from kvferry.up.commands import LOOPBACK, WILDCARD, Fleet, Place, Serving
+from kvferry.up.commands import CHANNEL_PORT, LOOPBACK, WILDCARD, Fleet, Place, Serving
 from kvferry.up.engines import Engine, Role
 from kvferry.up.machine import Share, found_cores, found_gpus, shares
 
 GET_ROUTER: Final = "pip install 'kvferry[up]'"
+MOST_PORT: Final = (1 << 16) - 1
+PORTS_EACH: Final = 2
+"""What an engine on this machine takes: a port for HTTP, and one for its channel."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,12 @@ class Wanted:
 
 
 def on_this_machine(wanted: Wanted, ports: Sequence[int]) -> Fleet:
+    """`ports`: those of HTTP, then those of the channels."""
     on_cpu = wanted.device is Device.CPU
     has = found_cores() if on_cpu else found_gpus(os.environ)
     dealt = shares(wanted.device, wanted.engines, has, os.environ if on_cpu else {})
-    places = [Place(LOOPBACK, LOOPBACK, port) for port in ports]
+    each = len(wanted.engines)
+    places = [Place(LOOPBACK, LOOPBACK, port, channel) for port, channel in zip(ports[:each], ports[each:], strict=True)]
     return _fleet(wanted, places, dealt, _serving())
 
 
@@ -62,7 +68,7 @@ def on_two_machines(wanted: Wanted, hosts: Mapping[Role, str], first_port: int) 
         alone = len(mine) == 1 or wanted.device is Device.CPU
         found = [Share()] * len(mine) if alone else shares(wanted.device, mine, gpus, {})
         dealt |= {it.name: share for it, share in zip(mine, found, strict=True)}
-    places = [Place(WILDCARD, hosts[it.role], first_port + i) for i, it in enumerate(wanted.engines)]
+    places = [Place(WILDCARD, hosts[it.role], first_port + i, CHANNEL_PORT + it.index) for i, it in enumerate(wanted.engines)]
     return _fleet(wanted, places, [dealt[it.name] for it in wanted.engines], Serving())
 
 
@@ -95,16 +101,31 @@ def check_installed() -> None:
         raise UpError(f"vllm-router is not installed in {sys.prefix}: {GET_ROUTER}")
 
 
-def usable(port: int, option: str) -> int:
-    """The port, if nobody has it; 0 takes any."""
-    if not port:
-        return free_port()
-    if not 0 < port < 1 << 16:
-        raise UpError(f"{option} {port}: a port is a number from 1 to 65535, or 0 for a free one")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise UpError(f"port {port} cannot be used: {error.strerror}; set {option} to another, or to 0 for any") from None
-    return port
+def check_ports(port: int, first_port: int, engines: int) -> None:
+    """Raises UpError for numbers that are no ports, and for a router and an engine on the same one."""
+    if not 0 <= port <= MOST_PORT:
+        raise UpError(f"--port {port}: give a number from 0, for any free one, to {MOST_PORT}")
+    last = first_port + PORTS_EACH * engines - 1
+    if first_port < 0 or last > MOST_PORT:
+        most = MOST_PORT - PORTS_EACH * engines + 1
+        raise UpError(
+            f"--first-port {first_port}: give a number from 0, for any free ones, to {most}: "
+            f"the {engines} engines take {PORTS_EACH * engines} ports from it on"
+        )
+    if first_port and first_port <= port <= last:
+        raise UpError(f"--port {port}: engines take ports {first_port} to {last}; set it or --first-port to another")
+
+
+def usable(port: int, option: str, host: str = LOOPBACK) -> int:
+    """The port, if nobody has it there; 0 takes any. Raises UpError where nothing can be listened on."""
+    wanted = port or free_port()
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise UpError(f"--host {host}: {error.strerror}; name an address of this machine") from None
+        raise UpError(f"port {wanted} cannot be used: {error.strerror}; set {option} to another, or to 0 for any") from None
+    return wanted

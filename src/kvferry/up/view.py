@@ -55,3 +55,15 @@ def moved(seen: Sequence[Seen], recent: Counts) -> str:
     by = sorted({it.carried_by for it in seen if it.carried_by})
     out += [f"by {' and '.join(by)}"] if by else []
     return ", ".join(out)
+
+
+def compared(name: str, asked: Sequence[str], served: Sequence[str], alone: Sequence[str]) -> str:
+    """Whether an engine that computed everything itself answers the same; `name` is the engine's."""
+    for prompt, one, other in zip(asked, served, alone, strict=True):
+        if one != other:
+            return (
+                f"DIFFERENT TEXT: {name} alone answers {prompt!r} with {other!r}; this is an error, unless the weights have "
+                f"16 bits or fewer and the sides differ in size: then the two may round differently"
+            )
+    count = f"{len(asked)} answers" if len(asked) > 1 else "answer"
+    return f"same text: {name} alone gives the same {count}, with nothing handed over"

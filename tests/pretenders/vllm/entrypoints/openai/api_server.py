@@ -27,7 +27,8 @@ kvferry_wire_seconds_total{engine="0"} 0.01
 
 
 def complete(asked: dict[str, Any]) -> dict[str, Any]:
-    return {"choices": [{"text": f"{asked['prompt']} and back"}]}
+    alters = "alters" in found.model and "kv_consumer" in found.kv_transfer_config
+    return {"choices": [{"text": f"{asked['prompt']} and {'elsewhere' if alters else 'back'}"}]}
 
 
 print("Resolved architecture: Pretender", flush=True)
