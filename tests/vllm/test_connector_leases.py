@@ -16,6 +16,7 @@ import pytest
 from engine import Setup
 from served import Engine, engines, load, loaded, side, sides
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm.scheduler import CHECKED_A_STEP
 
@@ -175,6 +176,23 @@ class TestQueues:
             for _ in range(3):
                 there.step()
             assert there.counted["released"] == 0
+            assert load(there, here, "r", prompt(1), params).differences() == []
+
+    def test_vllms_notice_of_a_crossed_request_releases_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """vLLM answers with 500, and tells the connector with a request of one token that has the same parameters."""
+        with engines(*sides("llama", {}, side(failure_policy="fail"))) as (there, here):
+            params = dict(there.prefill("r", prompt(1)) or {})
+            here.scheduler.add_request(here.request("other", prompt(2, 158), dict(params)))
+            until("another prompt is refused", lambda: "other" in here.outputs, here)
+            with monkeypatch.context() as watched:
+                said: list[Any] = []
+                watched.setattr(here.connector.scheduler._courier, "release", lambda *given: said.append(given))
+                notice = here.request("notice", [0], dict(params))
+                notice.abort_immediately = True
+                here.scheduler.add_request(notice)
+                here.scheduler.finish_requests("notice", RequestStatus.FINISHED_ABORTED)
+                here.idle()
+            assert said == []
             assert load(there, here, "r", prompt(1), params).differences() == []
 
 

@@ -11,17 +11,21 @@ A lease is kept alive from the moment the request arrives: a busy engine looks a
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from kvferry.engines.vllm.prompts import can_be_handed_over, is_handed_on, is_told_by_tokens
 from kvferry.engines.vllm.seeking import Seeking
 from kvferry.errors import BadReferenceError, KVFerryError
-from kvferry.session import Courier, Keys, Meeting, Reference, from_params
+from kvferry.session import Courier, Keys, Lease, Meeting, Reference, from_params
 from kvferry.session.reference import Sizes, rehearse
+
+CROSSED_KEPT: Final = 1024
+"""Leases of other prompts that are remembered until vLLM's notices of their rejected requests may come."""
 
 
 class Stage(Enum):
@@ -78,6 +82,7 @@ class References:
     ) -> None:
         self._courier, self._seeking = courier, seeking
         self._keys, self._sizes, self._digests = keys, sizes, digests
+        self._crossed: deque[Lease] = deque(maxlen=CROSSED_KEPT)
         rehearse(keys)
 
     def arrive(self, request: Any, decode: Decode, params: Mapping[str, Any]) -> None:
@@ -94,16 +99,23 @@ class References:
         self._courier.hold(request.request_id, decode.offered)
 
     def check(self, request: Any, decode: Decode) -> None:
-        """Whether the reference is of this prompt. The lease of another prompt is left to the request that it belongs to."""
+        """Whether the reference is of this prompt. The lease of another prompt is left to the request that it belongs to.
+
+        vLLM's notice that it rejected a request has no prompt to compare. It releases the lease, unless the rejected request
+        was seen to carry another prompt's."""
         offered, decode.offered = decode.offered, None
         if offered is None or self._courier is None:
             return
         try:
             if not request.abort_immediately:
                 self._check(request, offered)
+            elif offered.lease in self._crossed:
+                raise _AnotherPromptError("the rejected request came with a reference of another prompt")
         except BadReferenceError as error:
             self._courier.drop(request.request_id, offered)
-            if not isinstance(error, _AnotherPromptError):
+            if isinstance(error, _AnotherPromptError):
+                self._crossed.append(offered.lease)
+            if not isinstance(error, _AnotherPromptError) or request.abort_immediately:
                 decode.reason = str(error)
             elif can_be_handed_over(request):
                 decode.sibling, decode.reason = offered, str(error)
