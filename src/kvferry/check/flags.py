@@ -87,8 +87,8 @@ CHOICES: Final = {
 }
 """The words that vLLM takes."""
 UNPLANNED: Final = {
-    "config": "it names a file with more flags: write them into the command",
-    "hf_config_path": "it names another config.json: give that one with --model, and leave the flag out",
+    "config": "it names a file with more flags",
+    "hf_config_path": "it names another config.json",
     "kv_cache_dtype_skip_layers": "some layers are kept in another dtype",
     "mamba_block_size": "it changes the blocks of recurrent states",
     "disable_sliding_window": "it changes which tokens a layer keeps",
@@ -97,6 +97,11 @@ UNPLANNED: Final = {
     "model_class_overrides": "it changes which layers there are",
 }
 """Flags that change what a cache holds, and that are not planned from a command line."""
+INSTEAD: Final = {
+    "config": "write them into the command",
+    "hf_config_path": "give that one with --model, and leave the flag out here",
+}
+"""What to do about these."""
 ALIKE: Final = 0.8
 """A flag of which so much is that of one that matters is a slip of the pen."""
 OTHERS: Final = frozenset(
@@ -264,7 +269,7 @@ def _take(name: str, value: str | None, values: dict[str, Any], troubles: list[F
     elif name.removeprefix("no_") in SWITCHES:
         values[name.removeprefix("no_")] = False
     elif head in UNPLANNED:
-        cure = "ask the engines when they run (--engine), or leave the flag out"
+        cure = INSTEAD.get(head, "ask the engines when they run (--engine), or leave the flag out")
         troubles.append(Finding("not-planned", f"{shown} is not planned for here: {UNPLANNED[head]}", cure))
     elif right := _meant(head):
         troubles.append(Finding("unknown-flag", f"vLLM has no flag {shown}", f"did you mean {_shown(right)}?"))

@@ -10,9 +10,9 @@ from kvferry.findings import Finding, errors
 
 UNREACHED: Final = frozenset({"not-reached", "no-answer", "refused"})
 """Names of findings that say that an engine could not be asked, which may be otherwise a moment later."""
-UNPLANNED: Final = frozenset({"model-unknown", "not-planned", "certified-at-start"})
-"""Names of findings that say that the caches of command lines could not be planned."""
-UNDECIDED: Final = UNREACHED | UNPLANNED
+UNKNOWN: Final = frozenset({"model-unknown", "model-assumed", "not-planned", "no-evidence", "certified-at-start"})
+"""Names of findings that say that the caches of command lines were not planned as the engines have them."""
+UNDECIDED: Final = UNREACHED | UNKNOWN
 
 
 class Verdict(str, Enum):
