@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -315,3 +316,11 @@ def test_only_what_can_change_is_undecided():
         assert verdict([Finding(name, "seen", "cure")]) is Verdict.UNDECIDED
         assert verdict([Finding(name, "seen", "cure"), Finding("role", "seen", "cure")]) is Verdict.REFUSED
     assert verdict([Finding("role", "seen", "cure", Severity.WARNING)]) is Verdict.SERVES
+
+
+def test_the_documented_readiness_probe_asks_one_engine_alone():
+    docs = Path(__file__).parent.parent / "docs"
+    shown = [block for page in docs.rglob("*.md") for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
+    probes = [block for block in shown if "readinessProbe" in block]
+    assert probes
+    assert all("/health" in probe and "kvferry" not in probe for probe in probes)
