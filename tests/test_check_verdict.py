@@ -241,7 +241,7 @@ def test_a_release_without_evidence_is_not_taken_for_one_with():
     assert (code, SERVES in out) == (3, False)
     found = json.loads(CliRunner().invoke(app, [*sides(*BLOCKS), "--vllm", "0.33.0", "--json"]).stdout)
     assert [one["name"] for one in found["findings"]] == ["certified-at-start"]
-    assert "no evidence is recorded for vLLM 0.33 (it is for 0.32)" in found["findings"][0]["seen"]
+    assert "no evidence is recorded for FLASH_ATTN bfloat16 in BLHNC of vLLM 0.33" in found["findings"][0]["seen"]
     code, out = pair(*BLOCKS, more=("--vllm", "0.32.1"))
     assert (code, SERVES in out) == (0, True)
 
@@ -251,7 +251,8 @@ def test_equal_blocks_of_one_release_do_not_depend_on_evidence():
     found = json.loads(out)
     assert (code, found["verdict"]) == (0, "serves")
     assert [one["name"] for one in found["findings"]] == ["no-evidence"]
-    assert {one["evidence"] for one in found["rests_on"]} == {"none recorded for vLLM 0.33: moved whole"}
+    assert "no evidence is recorded for vLLM 0.33 (it is for 0.32)" in found["findings"][0]["seen"]
+    assert {one["evidence"] for one in found["rests_on"]} == {"none recorded: moved whole"}
     assert pair(more=("--vllm", "0.33.0", "--strict"))[0] == 3
 
 
@@ -259,17 +260,41 @@ def test_two_releases_depend_on_what_the_newer_one_certifies():
     code, out = pair(more=("--vllm", "0.32.0,0.33.0", "--json"))
     found = json.loads(out)
     assert (code, found["works"], found["verdict"]) == (3, False, "undecided")
-    assert [one["evidence"].partition(":")[0] for one in found["rests_on"]] == ["recorded", "none recorded for vLLM 0.33"]
+    assert [one["evidence"].partition(":")[0] for one in found["rests_on"]] == ["recorded", "none recorded"]
+
+
+def test_a_backend_without_evidence_depends_on_what_the_engine_certifies():
+    backend = ("--attention-backend", "FLASHINFER")
+    code, out = pair(*BLOCKS, *backend, there=backend)
+    assert (code, SERVES in out, "certified-at-start" in out) == (3, False, True)
+    code, out = pair(*backend, there=backend, more=("--json",))
+    assert (code, {one["evidence"] for one in json.loads(out)["rests_on"]}) == (0, {"none recorded: moved whole"})
 
 
 def test_what_no_certification_cures_is_refused_in_a_release_without_evidence():
-    opaque = ("--attention-backend", "FLASHINFER")
+    opaque = ("--attention-backend", "FLASHINFER", "--kv-cache-dtype", "nvfp4")
     code, out = pair(*BLOCKS, *opaque, there=opaque, more=("--vllm", "0.33.0"))
     assert (code, "opaque-blocks" in out) == (1, True)
     code, out = pair("--kv-cache-dtype", "fp8", more=("--vllm", "0.33.0"))
     assert (code, "cache-dtype" in out) == (1, True)
     code, out = pair("--kv-cache-dtype", "new", there=("--kv-cache-dtype", "new"), more=("--vllm", "0.33.0"))
     assert (code, "flag-value" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("release", "model", "code"),
+    [
+        ("0.30.2", "llama-3.1-8b", 1),
+        ("0.31.0", "llama-3.1-8b", 0),
+        ("0.31.0", "granite-4.0-h-tiny", 1),
+        ("0.31.0", "gemma-3-27b", 1),
+        ("0.33.0", "granite-4.0-h-tiny", 0),
+    ],
+)
+def test_what_a_release_cannot_serve_is_refused(release, model, code):
+    found = pair(model=model, more=("--vllm", release))
+    assert (found[0], "vllm-release" in found[1]) == (code, code == 1)
+    assert pair(model=model, more=("--vllm", f"0.32.0,{release}"))[0] == (code or 3)
 
 
 @pytest.mark.parametrize("said", ["", "new", "0", "0.32.0,0.33.0,0.34.0", "0.33.0,", "0.33.0 "])

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from kvferry.check.cures import CURES, of_mismatches
 from kvferry.check.flags import Flags
 from kvferry.check.rules import Seen, of_flags, of_one, of_two
-from kvferry.check.shapes import RELEASE, Engine, engine_of, has_evidence, releases
+from kvferry.check.shapes import RELEASE, Engine, engine_of
 from kvferry.check.sources import Source, source_of, unlike
 from kvferry.check.verdict import Verdict, verdict
-from kvferry.engines.vllm.evidence import release_of
+from kvferry.engines.vllm.releases import OLDEST, is_seen, is_served, release_of, seen_releases
 from kvferry.errors import ManifestError, MismatchError, ModelError, ProofError, ScatteredError, UnshardableError
 from kvferry.findings import Finding, Severity, errors
 from kvferry.manifest import Manifest
@@ -87,10 +87,11 @@ def check_commands(
 ) -> Outlook:
     """`model` stands for the one that the commands name, where its configuration is not on this machine; `vllm` is the release
     of each side."""
-    there = Seen("prefill", prefill, devices[0], elsewhere, has_evidence(vllm[0]))
-    here = Seen("decode", decode, devices[1], elsewhere, has_evidence(vllm[1]))
+    there = Seen("prefill", prefill, devices[0], elsewhere, is_seen(vllm[0]))
+    here = Seen("decode", decode, devices[1], elsewhere, is_seen(vllm[1]))
     found = [replace(one, where=seen.side) for seen in (there, here) for one in of_one(seen)]
     found += [replace(one, where=BETWEEN) for one in of_two(there, here)]
+    found += [_too_old(release, seen.side) for seen, release in zip((there, here), vllm, strict=True) if not is_served(release)]
     sources = [_source(seen, model, found) for seen in (there, here)]
     if sources[0] is not None and sources[1] is not None:
         found += [replace(one, where=BETWEEN) for one in unlike(sources[0], sources[1])]
@@ -127,30 +128,22 @@ class _Pair:
         )
         return there, here
 
-    @property
-    def without_evidence(self) -> str:
-        """Releases, for a message; empty if evidence is recorded for both."""
-        return " and ".join(dict.fromkeys(release_of(one) for one in self.vllm if not has_evidence(one)))
-
     def planned(self, found: Sequence[Finding]) -> Outlook:
-        """With what evidence there is. If that does not do, and an engine certifies itself, also with what that may give."""
-        refused, plans, engines = self._proved(assume=False)
-        assumed, more = False, list[Finding]()
-        if self.without_evidence and plans:
-            more.append(_no_evidence(self.without_evidence))
-        elif self.without_evidence:
+        """With what evidence there is. If that does not do, also with what engines may certify beyond it."""
+        more, plans, engines = self._proved(assume=False)
+        assumed = False
+        if plans:
+            more = [_no_evidence(one) for one in dict.fromkeys(map(release_of, self.vllm)) if not is_seen(one)]
+        elif any(engine.opaque for engine in engines):
             still, other, certifying = self._proved(assume=True)
-            if other:
-                assumed, plans, engines, more = True, other, certifying, [_at_start(self.without_evidence, refused)]
-            else:
-                more = still
-        else:
-            more = refused
+            more = [_at_start(engines, more)] if other else still
+            assumed, plans, engines = bool(other), other, certifying if other else engines
         if any(one.name == "model" for one in found):
             more = [one for one in more if one.name != "model"]
+        recorded = [not engine.opaque for engine in self.engines()]
         basis = [
-            Basis(seen.side, release_of(release), engine.cache, _evidence(engine, release, assumed))
-            for seen, engine, release in zip(self.seen, engines, self.vllm, strict=True)
+            Basis(seen.side, release_of(engine.release), engine.cache, _evidence(known, assumed and not engine.opaque))
+            for seen, engine, known in zip(self.seen, engines, recorded, strict=True)
         ]
         ranks = engines[0].side.tp * engines[0].side.pp
         moves = Moves.of(str(engines[0]), str(engines[1]), ranks, plans) if plans else None
@@ -162,27 +155,33 @@ class _Pair:
         return [*_told_apart(refused, there, here)], plans, (there, here)
 
 
-def _evidence(engine: Engine, release: str, assumed: bool) -> str:
-    if has_evidence(release):
-        return "none recorded: moved whole" if engine.opaque else "recorded"
-    if assumed and not engine.opaque:
-        return f"none recorded for vLLM {release_of(release)}: the engine certifies it when it starts, or does not"
-    return f"none recorded for vLLM {release_of(release)}: moved whole"
+def _evidence(recorded: bool, assumed: bool) -> str:
+    if recorded:
+        return "recorded"
+    return "none recorded: the engine certifies it when it starts, or does not" if assumed else "none recorded: moved whole"
 
 
-def _recorded_for(release: str) -> str:
-    return f"no evidence is recorded for vLLM {release} (it is for {', '.join(releases())})"
+def _too_old(release: str, side: str) -> Finding:
+    seen = f"vLLM {release} is too old: KVFerry needs {OLDEST} or newer"
+    return Finding("vllm-release", seen, f"upgrade vLLM to {OLDEST} or newer", where=side)
 
 
 def _no_evidence(release: str) -> Finding:
-    seen = f"{_recorded_for(release)}: its caches are taken to be moved whole, which this pair allows"
+    seen = (
+        f"no evidence is recorded for vLLM {release} (it is for {', '.join(sorted(seen_releases()))}): its caches are taken to "
+        "be moved whole, which this pair allows"
+    )
     return Finding("no-evidence", seen, "ask the engines when they run (--engine)", Severity.WARNING, BETWEEN)
 
 
-def _at_start(release: str, refused: Sequence[Finding]) -> Finding:
+def _at_start(engines: Sequence[Engine], refused: Sequence[Finding]) -> Finding:
     """Not decided here: the engines' own certification decides it."""
+    unknown = dict.fromkeys(f"{one.cache} of vLLM {release_of(one.release)}" for one in engines if one.opaque)
     wrong = "; ".join(one.seen for one in refused)
-    seen = f"{_recorded_for(release)}. It depends on what the engines certify when they start; moved whole, {wrong}"
+    seen = (
+        f"no evidence is recorded for {' and '.join(unknown)}: it depends on what the engines certify when they start; "
+        f"moved whole, {wrong}"
+    )
     cure = f"{refused[0].cure if refused else 'run one release on both sides'}; or start the engines, and ask them (--engine)"
     return Finding("certified-at-start", seen, cure, where=BETWEEN)
 

@@ -1,12 +1,13 @@
 """The manifests that an engine would publish, from a model's configuration and the engine's flags, without running it.
 
 What vLLM chooses by itself is taken to be its default: the backend, its blocks, the cache's layout. Caches of backends that are
-not certified become opaque cells here as they do in the engine. A cache is certified if evidence is recorded for it. An engine
-of a release without evidence certifies its caches when it starts: what that may give can be assumed.
+not certified become opaque cells here as they do in the engine. Here a cache is certified if evidence is recorded for it. An
+engine certifies its own caches when it starts: what that may give beyond the evidence can be assumed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
@@ -14,14 +15,14 @@ import msgspec
 
 from kvferry.check.flags import Flags
 from kvferry.check.sources import Source, source_of
-from kvferry.engines.vllm.evidence import recorded, release_of
-from kvferry.engines.vllm.layouts import Grid, candidate, certified
+from kvferry.engines.vllm.layouts import Grid, certified, known
+from kvferry.engines.vllm.releases import asks_what_is_loaded, is_served, release_of, zeroes_loads
 from kvferry.findings import Finding
 from kvferry.manifest import Manifest
 from kvferry.manifest.kinds import Attention, Entries, LatentAttention, LayerKind, Layout, OpaqueCells
 from kvferry.manifest.pool import LayerSpec
 from kvferry.manifest.schema import DTYPE_BYTES
-from kvferry.models import ModelShape, Side, legal, manifests
+from kvferry.models import ModelShape, Side, engine_groups, legal, manifests
 
 RELEASE: Final = "0.32.0"
 """Of vLLM, if none is named."""
@@ -75,19 +76,9 @@ class Engine:
         )
 
 
-def has_evidence(release: str) -> bool:
-    """Whether any layout of this release of vLLM is recorded."""
-    return release_of(release) in releases()
-
-
-def releases() -> tuple[str, ...]:
-    """Those of vLLM that evidence is recorded for."""
-    return tuple(sorted({release_of(run.vllm) for run in recorded() if run.sightings}))
-
-
 def engine_of(flags: Flags, device: str, model_or_source: str | Source, release: str = RELEASE, assume: bool = False) -> Engine:
-    """What the flags make of a model; a size that no engine could run is a trouble. With `assume` a release without evidence is
-    taken to certify what other releases were seen to keep."""
+    """What the flags make of a model; a size that no engine could run is a trouble. With `assume` the engine is taken
+    to certify every cache that the table of layouts explains, recorded or not."""
     source = model_or_source if isinstance(model_or_source, Source) else source_of(model_or_source, flags)
     model, asked = source.shape(), source.shape(dtype_of(flags.word("dtype")))
     latent = any(isinstance(kind, LatentAttention) for kind in model.kinds)
@@ -106,17 +97,18 @@ def engine_of(flags: Flags, device: str, model_or_source: str | Source, release:
     )
     side = Side(flags.number("tensor_parallel_size"), flags.number("pipeline_parallel_size"), layout)
     stages = _stages(flags)
-    keeper = Keeper(backend, order, release, assume and not has_evidence(release))
+    keeper = Keeper(backend, order, release, assume)
     shaped = replace(model, layers=tuple(tuple(_spec(spec, flags, keeper, side) for spec in held) for held in asked.layers))
     form = flags.word("kv_cache_dtype", "auto")
     own = next((kind.dtype for kind in asked.kinds if isinstance(kind, Attention | LatentAttention)), "")
     form = own if form == "auto" else FORMATS.get(form, form)
-    return Engine(model, side, stages, shaped, backend, form, order, release, tuple(_troubles(model, side, stages)))
+    troubles = (*_troubles(model, side, stages), *_of_release(model, side, release))
+    return Engine(model, side, stages, shaped, backend, form, order, release, troubles)
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """What keeps a cache, and whether it is taken to certify itself."""
+    """What keeps a cache, and whether it is taken to certify what is not recorded."""
 
     backend: str
     order: str
@@ -126,8 +118,8 @@ class Keeper:
     def certifies(self, number: str, block: int, width: int) -> bool:
         form = {"float8_e4m3fn": "fp8_e4m3"}.get(number, number)
         grid = Grid(block, width, width)
-        if self.assume:
-            return any(candidate(self.backend, isa, form, grid) is not None for isa in ISAS)
+        if self.assume and known(form, grid):
+            return True
         return any(certified(self.release, self.backend, isa, form, self.order, grid) is not None for isa in ISAS)
 
 
@@ -148,6 +140,14 @@ def _troubles(model: ModelShape, side: Side, stages: tuple[int, ...]) -> list[Fi
             Finding("stages", seen, "give as many numbers as --pipeline-parallel-size, which make all layers, or unset it")
         )
     return out
+
+
+def _of_release(model: ModelShape, side: Side, release: str) -> Iterator[Finding]:
+    """What the release cannot serve of this model."""
+    if not is_served(release) or asks_what_is_loaded(release) or legal(model, side) is not None:
+        return
+    if any(kind.paging == "state" for kind in model.kinds) or len(engine_groups(model, side)) > 1:
+        yield Finding("vllm-release", *zeroes_loads(release))
 
 
 def attention_backend(flags: Flags) -> str:
