@@ -324,7 +324,8 @@ def test_commands_that_are_shown_for_running_engines_work(engines, tmp_path, mon
             serving.start()
             places = {
                 "prefill-0:7600": there.address,
-                "/run/secrets/kvferry": "key",
+                "decode-0:7601": here.address,
+                "/run/secrets/kvferry/key": "key",
                 "127.0.0.1:7600": there.address,
                 "127.0.0.1:7601": here.address,
                 "http://127.0.0.1:8100": url,

@@ -15,7 +15,19 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvferry.check import read_command
-from kvferry.check.flags import KNOWN, NUMBERS, OBJECTS, SHORT, SWITCHES, WORDS
+from kvferry.check.flags import (
+    CHOICES,
+    KNOWN,
+    NUMBERS,
+    OBJECTS,
+    OTHER_SHORT,
+    OTHER_SWITCHES,
+    OTHERS,
+    SHORT,
+    SWITCHES,
+    UNPLANNED,
+    WORDS,
+)
 from kvferry.check.offline import prove
 from kvferry.check.shapes import engine_of
 from kvferry.engines.vllm.options import STOCK_OPTIONS
@@ -42,9 +54,18 @@ def test_every_flag_that_is_looked_at_is_one_of_vllms(flags: dict[str, Any]) -> 
 
 def test_no_flag_of_vllms_is_taken_for_a_slip_of_the_pen(flags: dict[str, Any]) -> None:
     for option in flags:
-        if option.startswith("--"):
-            found = read_command(f"vllm serve m {option} 1")
-            assert "unknown-flag" not in {one.name for one in found.troubles}, option
+        found = read_command(f"vllm serve m {option} 1")
+        assert "unknown-flag" not in {one.name for one in found.troubles}, option
+
+
+def test_flags_that_are_not_planned_for_are_flags_of_vllms(flags: dict[str, Any]) -> None:
+    assert all(f"--{name.replace('_', '-')}" in flags for name in (*UNPLANNED, *OTHERS))
+    assert set(OTHER_SHORT) <= set(flags)
+
+
+def test_words_are_those_that_vllm_takes(flags: dict[str, Any]) -> None:
+    for name, words in CHOICES.items():
+        assert set(words) == set(flags[f"--{name.replace('_', '-')}"].choices), name
 
 
 def test_flags_with_and_without_a_value_are_told_apart(flags: dict[str, Any]) -> None:
@@ -53,6 +74,8 @@ def test_flags_with_and_without_a_value_are_told_apart(flags: dict[str, Any]) ->
     for name in SWITCHES:
         assert flags[f"--{name.replace('_', '-')}"].nargs == 0, name
         assert f"--no-{name.replace('_', '-')}" in flags, name
+    for name in OTHER_SWITCHES:
+        assert flags[name if name.startswith("-") else f"--{name.replace('_', '-')}"].nargs == 0, name
 
 
 @pytest.mark.parametrize(

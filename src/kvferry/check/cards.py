@@ -15,20 +15,18 @@ import msgspec
 
 from kvferry.check.offline import Moves, prove
 from kvferry.engines.vllm.drafters import without_other_drafters
-from kvferry.errors import DecodeError, KVFerryError, SessionError, TransportError
+from kvferry.errors import DecodeError, KVFerryError, SessionError, SideError, TransportError
 from kvferry.findings import Finding, Severity
 from kvferry.manifest import Manifest
 from kvferry.manifest.schema import Identity
 from kvferry.plan import Plan
 from kvferry.session import Hello, Keys, PeerKey, Welcome, Words
-from kvferry.session.key import reach
+from kvferry.session.key import reach, split_address
 from kvferry.session.messages import CONSUMER, PRODUCER
 from kvferry.session.wire import RefusedError, SilentError, ask_at, find
 from kvferry.transport.metadata import refuse_elsewhere
 
 AT_ONCE: Final = 32
-UNREACHED: Final = frozenset({"not-reached", "no-answer", "refused"})
-"""Names of findings that say that an engine could not be asked, which may be otherwise a moment later."""
 
 Shape = bytes
 
@@ -83,7 +81,9 @@ class Pair:
 
 
 def ask_all(addresses: Sequence[str], keys: Keys, timeout_s: float = 5.0) -> Asked:
-    """All of them at once; each at most a few seconds."""
+    """All of them at once; each at most a few seconds. Raises SideError for what is no address."""
+    for address in addresses:
+        _refuse_other_words(address)
     with ThreadPoolExecutor(min(AT_ONCE, max(1, len(addresses)))) as pool:
         found = list(pool.map(lambda address: _ask(address, keys, timeout_s), dict.fromkeys(addresses)))
     engines: dict[tuple[str, str], Engine] = {}
@@ -100,12 +100,27 @@ def ask_all(addresses: Sequence[str], keys: Keys, timeout_s: float = 5.0) -> Ask
     return Asked(tuple(engines.values()), tuple(findings))
 
 
+def _refuse_other_words(address: str) -> None:
+    try:
+        split_address(address)
+    except SessionError:
+        raise SideError(
+            f"{address[:80]!r} is no engine: write the address that a running vLLM engine listens on, as host:port "
+            "(its option listen, such as 127.0.0.1:7600); engines are not named by their kind"
+        ) from None
+
+
 def _ask(address: str, keys: Keys, timeout_s: float) -> Engine | Finding:
     hello = Hello("kvferry-check", secrets.token_hex(8))
     try:
         reach(address, keys)
     except SessionError as error:
-        return Finding("key-needed", str(error).partition(": ")[0], "give --key-file the cluster's key", where=address)
+        return Finding(
+            "key-needed",
+            str(error).partition(": ")[0],
+            "give --key-file the cluster's key, or name an engine of this machine as 127.0.0.1:port",
+            where=address,
+        )
     try:
         number = find(address, keys, timeout_s)
     except SessionError as error:

@@ -2,7 +2,7 @@
 
     [NAME=VALUE ...] vllm serve MODEL --flag value --flag=value ...
 
-Flags that have no bearing on a transfer are left alone; one that is nearly, but not quite, one of those that have is told.
+Flags that matter to a transfer are read. A flag that is nearly one of them is an error. All others are listed as not looked at.
 """
 
 from __future__ import annotations
@@ -64,23 +64,79 @@ SHORT: Final = {
     "-dcp": "decode_context_parallel_size",
     "-pcp": "prefill_context_parallel_size",
     "-q": "quantization",
+    "-sc": "speculative_config",
+    "-ac": "attention_config",
 }
-KNOWN: Final = frozenset((*NUMBERS, *WORDS, *SWITCHES, *OBJECTS))
-ALIKE: Final = 0.87
-"""So near to a flag that matters that it is a slip of the pen; near misses of vLLM's own flags are further apart."""
-OTHERS: Final = frozenset({"ec_transfer_config"})
-"""Flags of vLLM that are near to others and mean something else."""
+FIELDS: Final = {
+    "spec_method": "speculative_config.method",
+    "spec_model": "speculative_config.model",
+    "spec_tokens": "speculative_config.num_speculative_tokens",
+}
+"""Flags that set a field of an object."""
+KNOWN: Final = frozenset((*NUMBERS, *WORDS, *SWITCHES, *OBJECTS, *FIELDS))
+_STATES: Final = ("auto", "bfloat16", "float16", "float32")
+CHOICES: Final = {
+    "dtype": ("auto", "bfloat16", "float", "float16", "float32", "half"),
+    "kv_cache_dtype": (
+        *("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "fp8_per_token_head"),
+        *("int8_per_token_head", "int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "turboquant_3bit_nc"),
+        *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_k8v4", "ultraquant_4bit"),
+    ),
+    "mamba_cache_dtype": _STATES,
+    "mamba_ssm_cache_dtype": _STATES,
+}
+"""The words that vLLM takes."""
+UNPLANNED: Final = {
+    "config": "it names a file with more flags",
+    "hf_config_path": "it names another config.json",
+    "kv_cache_dtype_skip_layers": "some layers are kept in another dtype",
+    "mamba_block_size": "it changes the blocks of recurrent states",
+    "disable_sliding_window": "it changes which tokens a layer keeps",
+    "kv_sharing_fast_prefill": "it changes which layers are prefilled",
+    "use_replayssm": "it changes what a recurrent state holds",
+    "model_class_overrides": "it changes which layers there are",
+}
+"""Flags that change what a cache holds, and that are not planned from a command line."""
+INSTEAD: Final = {
+    "config": "write them into the command",
+    "hf_config_path": "give that one with --model, and leave the flag out here",
+}
+"""What to do about these."""
+ALIKE: Final = 0.8
+"""A flag of which so much is that of one that matters is a slip of the pen."""
+OTHERS: Final = frozenset(
+    {
+        "data_parallel_size_local",
+        "ec_transfer_config",
+        "mamba_cache_mode",
+        "mm_processor_cache_type",
+        "weight_transfer_config",
+    }
+)
+"""Flags of vLLM that are so near to one that matters, and mean something else."""
+OTHER_SHORT: Final = frozenset(
+    ("-asc", "-n", "-r", "-dpn", "-dpr", "-dpl", "-dpa", "-dpp", "-dpb", "-dph", "-dpe", "-dpm", "-ep", "-dc", "-cc", "-h")
+)
+"""Short flags of vLLM that do not matter here."""
+OTHER_SWITCHES: Final = frozenset(
+    {"-h", "-ep", "-dph", "-dpe", "-dpm", "disable_sliding_window", "kv_sharing_fast_prefill", "use_replayssm", "headless"}
+)
+"""Flags without a value that do not begin as such."""
+LONG: Final = {word: name for short, name in SHORT.items() if name in NUMBERS for word in (short[1:], f"{short[1:]}_size")}
+"""How others write short flags: `--tp`, `--tp-size`. vLLM has none of them."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """One engine as its command line has it. `transfer` is its kv_transfer_config, None where there is none."""
+    """One engine as its command line has it. `transfer` is its kv_transfer_config, None where there is none. `unread` are flags
+    that were not looked at."""
 
     model: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     transfer: Mapping[str, Any] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     troubles: tuple[Finding, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def number(self, name: str, default: int = 1) -> int:
         return int(self.values.get(name, default))
@@ -134,23 +190,37 @@ def read_command(text: str) -> Flags:
     values: dict[str, Any] = {}
     troubles: list[Finding] = []
     loose: list[str] = []
+    before, words = _parted(words)
+    unread = [word.partition("=")[0] for word in before if _is_flag(word) and word != "-m"]
     for name, said in _pairs(words, loose):
-        _take(name, said, values, troubles)
+        _take(name, said, values, troubles, unread)
     transfer = values.pop(_TRANSFER, None)
-    positional = loose[loose.index("serve") + 1 :] if "serve" in loose else loose
-    model = str(values.get("model", "")) or (positional[0] if positional else "")
-    return Flags(model, values, transfer, environment, tuple(troubles))
+    model = str(values.get("model", "")) or (loose[0] if loose else "")
+    return Flags(model, values, transfer, environment, tuple(troubles), tuple(dict.fromkeys(unread)))
+
+
+def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+    """What starts vLLM, and what vLLM is given."""
+    for i, word in enumerate(words):
+        if word == "serve" or word.endswith("api_server"):
+            return words[:i], words[i + 1 :]
+    return [], words
 
 
 def _pairs(words: Sequence[str], loose: list[str]) -> Iterator[tuple[str, str | None]]:
-    """Flags with their values; a value is the next word unless that is a flag. `loose` takes what belongs to none."""
+    """Flags with their values; a value is the next word unless that is a flag. `loose` takes what belongs to none.
+
+    `--kv-transfer-config.kv_role` sets a field of an object.
+    """
     i = 0
     while i < len(words):
         word = words[i]
         i += 1
-        if word.startswith("--") or word in SHORT:
-            name, equals, value = word.partition("=")
-            name = SHORT[name] if name in SHORT else name.removeprefix("--").partition(".")[0].replace("-", "_") + _dotted(name)
+        if _is_flag(word):
+            said, equals, value = word.partition("=")
+            head, dot, field_of = said.partition(".")
+            long = head.removeprefix("--").replace("-", "_") if head.startswith("--") else head
+            name = f"{SHORT.get(head, long)}{dot}{field_of}"
             if equals:
                 yield name, value
             elif i < len(words) and not _is_flag(words[i]) and not _switches(name):
@@ -158,26 +228,22 @@ def _pairs(words: Sequence[str], loose: list[str]) -> Iterator[tuple[str, str | 
                 i += 1
             else:
                 yield name, None
-        elif not word.startswith("-"):
+        else:
             loose.append(word)
 
 
-def _dotted(name: str) -> str:
-    """`--kv-transfer-config.kv_role` sets a field of an object."""
-    dot = name.find(".")
-    return name[dot:] if dot >= 0 else ""
-
-
 def _is_flag(word: str) -> bool:
-    return word.startswith("--") or word in SHORT
+    """A negative number is a value."""
+    return word.startswith("--") or (word.startswith("-") and word[1:2].isalpha())
 
 
 def _switches(name: str) -> bool:
-    return name.removeprefix("no_") in SWITCHES
+    return name.removeprefix("no_") in SWITCHES or name in OTHER_SWITCHES or name.startswith(("enable_", "disable_", "no_"))
 
 
-def _take(name: str, value: str | None, values: dict[str, Any], troubles: list[Finding]) -> None:
-    shown = f"--{name.replace('_', '-')}"
+def _take(name: str, value: str | None, values: dict[str, Any], troubles: list[Finding], unread: list[str]) -> None:
+    shown = _shown(name)
+    name = FIELDS.get(name, name)
     head, _, tail = name.partition(".")
     if head in OBJECTS and tail:
         _set(values.setdefault(head, {}), tail.split("."), _read(value or ""))
@@ -202,9 +268,43 @@ def _take(name: str, value: str | None, values: dict[str, Any], troubles: list[F
         values[name] = value is None or value.lower() not in ("false", "0")
     elif name.removeprefix("no_") in SWITCHES:
         values[name.removeprefix("no_")] = False
-    elif name not in OTHERS and (near := difflib.get_close_matches(name, KNOWN, 1, ALIKE)):
-        right = f"--{near[0].replace('_', '-')}"
-        troubles.append(Finding("unknown-flag", f"there is hardly a flag {shown}", f"did you mean {right}?", Severity.WARNING))
+    elif head in UNPLANNED:
+        cure = INSTEAD.get(head, "ask the engines when they run (--engine), or leave the flag out")
+        troubles.append(Finding("not-planned", f"{shown} is not planned for here: {UNPLANNED[head]}", cure))
+    elif right := _meant(head):
+        troubles.append(Finding("unknown-flag", f"vLLM has no flag {shown}", f"did you mean {_shown(right)}?"))
+        if head in LONG:
+            _take(right, value, values, troubles, unread)
+    elif whole := _whole(head):
+        seen = f"{shown} is not a whole flag; it is taken for {_shown(whole)}"
+        troubles.append(Finding("unknown-flag", seen, "write the whole flag", Severity.WARNING))
+        _take(whole + name[len(head) :], value, values, troubles, unread)
+    else:
+        unread.append(shown)
+
+
+def _shown(name: str) -> str:
+    return name if name.startswith("-") else f"--{name.replace('_', '-')}"
+
+
+def _meant(name: str) -> str:
+    """The flag that matters and that this is a misspelling of; empty if it is none."""
+    if name in OTHERS or name in OTHER_SHORT or _whole(name):
+        return ""
+    if name in LONG:
+        return LONG[name]
+    if name.startswith("-"):
+        begun = [long for short, long in SHORT.items() if name.startswith(short)]
+        if begun:
+            return begun[0]
+    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), KNOWN, 1, ALIKE)
+    return near[0] if near else ""
+
+
+def _whole(name: str) -> str:
+    """vLLM takes the beginning of a flag for the flag, if no other begins so."""
+    found = [known for known in KNOWN if len(name) > 2 and known.startswith(name)]
+    return found[0] if len(found) == 1 else ""
 
 
 _JSON: Final = 'write it like \'{"kv_connector": "KVFerryConnector", "kv_role": "kv_producer"}\', in single quotes'

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from kvferry.check.flags import Flags
+from kvferry.check.cures import CURES
+from kvferry.check.flags import CHOICES, Flags
+from kvferry.check.shapes import FORMATS, attention_backend, dtype_of
+from kvferry.engines.vllm.layouts import CERTIFICATES
 from kvferry.engines.vllm.options import Options, option_troubles, read_options
 from kvferry.engines.vllm.refusals import PORT, unserved
 from kvferry.errors import SessionError
 from kvferry.findings import Finding, Severity, errors
+from kvferry.models.fields import CACHE_DTYPES
 from kvferry.session.key import is_loopback, loopback, read_keys, split_address
 
 CONNECTOR: Final = "KVFerryConnector"
@@ -21,6 +26,9 @@ MODULE: Final = "kvferry.engines.vllm"
 ROLES: Final = {"prefill": ("kv_producer", "kv_both"), "decode": ("kv_consumer", "kv_both")}
 STOCK: Final = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 API_PORT: Final = 8000
+SNAPSHOT: Final = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/([^/]+)$")
+"""A checkpoint in the cache of a hub."""
+BACKENDS: Final = frozenset(one.backend for one in CERTIFICATES)
 FABRICS: Final = frozenset({"rc", "ud", "dc", "ib", "gga", "srd"})
 """Transports of UCX that read the memory of other machines without their help."""
 
@@ -28,12 +36,13 @@ FABRICS: Final = frozenset({"rc", "ud", "dc", "ib", "gga", "srd"})
 @dataclass(frozen=True)
 class Seen:
     """One engine: `side` is prefill or decode, `device` what its caches lie on. Files that it names are looked at unless the
-    engine runs `elsewhere`."""
+    engine runs `elsewhere`. Of a release of vLLM that is not `known`, words may be new."""
 
     side: str
     flags: Flags
     device: str
     elsewhere: bool = False
+    known: bool = True
 
     @property
     def options(self) -> Options | None:
@@ -47,6 +56,10 @@ class Seen:
 def of_one(seen: Seen) -> Iterator[Finding]:
     """What is wrong with one engine, whoever it is to work with."""
     yield from seen.flags.troubles
+    yield from _words(seen)
+    if seen.flags.unread:
+        cure = "nothing, unless one of them changes what a cache holds"
+        yield Finding("not-looked-at", f"not looked at: {', '.join(seen.flags.unread)}", cure, Severity.NOTE)
     found = [*_connector(seen.flags)]
     yield from found
     yield from _memory(seen)
@@ -64,6 +77,20 @@ def of_one(seen: Seen) -> Iterator[Finding]:
     yield from _key(seen)
     yield from _ucx(seen)
     yield from _policy(seen)
+
+
+def _words(seen: Seen) -> Iterator[Finding]:
+    """Words that vLLM would not take; another release may have more of them."""
+    severity = Severity.ERROR if seen.known else Severity.WARNING
+    for name, words in CHOICES.items():
+        said = seen.flags.word(name, "auto")
+        if said not in words:
+            shown = f"--{name.replace('_', '-')}"
+            yield Finding("flag-value", f"{shown} is {said!r}", f"give it one of {', '.join(words)}", severity)
+    backend = attention_backend(seen.flags)
+    near = difflib.get_close_matches(backend, BACKENDS, 1, 0.87)
+    if near and backend not in BACKENDS:
+        yield Finding("flag-value", f"there is no attention backend {backend}", f"did you mean {near[0]}?", severity)
 
 
 def _connector(flags: Flags) -> Iterator[Finding]:
@@ -292,31 +319,84 @@ def _weights(prefill: Seen, decode: Seen, there: Options | None, here: Options |
         if named[0] != named[1]:
             yield Finding("weights", f"weights is {named[0] or 'not set'} there, {named[1] or 'not set'} here", cure)
         return
-    ours = [
-        (seen.flags.word("load_format") == "dummy", seen.flags.word("revision"), seen.flags.model) for seen in (prefill, decode)
-    ]
-    if ours[0][0] != ours[1][0]:
+    ours = [Checkpoint.of(seen) for seen in (prefill, decode)]
+    if ours[0].dummy != ours[1].dummy:
         yield Finding("weights", "one side makes its weights up (--load-format dummy), the other does not", cure)
-    elif ours[0][0] or ours[0] == ours[1]:
         return
-    elif prefill.elsewhere or decode.elsewhere or not all(Path(model).exists() for _, _, model in ours):
-        shown = [f"{model}@{revision}" if revision else model for _, revision, model in ours]
-        yield Finding(
-            "weights-named",
-            f"{shown[0]} there, {shown[1]} here: whether their weights are the same cannot be told here",
-            cure,
-            Severity.WARNING,
-        )
+    if ours[0] == ours[1]:
+        return
+    if not (prefill.elsewhere or decode.elsewhere or ours[0].dummy):
+        digests = [_digest(seen.flags.model) for seen in (prefill, decode)]
+        if all(digests):
+            if digests[0] != digests[1]:
+                seen = f"the weights of {ours[0]} and of {ours[1]} differ ({digests[0]} and {digests[1]})"
+                yield Finding("weights", seen, cure)
+            return
+    seen = f"{ours[0]} there, {ours[1]} here"
+    if ours[0].last != ours[1].last:
+        yield Finding("weights-named", f"{seen}: they are not one model", cure)
+    elif ours[0].revision != ours[1].revision and ours[0].revision and ours[1].revision:
+        yield Finding("weights-named", f"{seen}: their revisions differ", cure)
     else:
-        yield from _digests(ours[0][2], ours[1][2], cure)
+        yield Finding(
+            "weights-named", f"{seen}: whether their weights are the same cannot be told here", cure, Severity.WARNING
+        )
 
 
-def _digests(there: str, here: str, cure: str) -> Iterator[Finding]:
+def _digest(model: str) -> str:
+    """Of the weights in a folder of this machine; empty if they are not there."""
     from kvferry.engines.vllm.weights import digest_of
 
     try:
-        digests = [digest_of(Path(model)) for model in (there, here)]
+        return digest_of(Path(model)) if Path(model).exists() else ""
     except (OSError, SessionError, ValueError, KeyError, TypeError, AttributeError):
-        return
-    if all(digests) and digests[0] != digests[1]:
-        yield Finding("weights", f"the weights of {there} and of {here} differ ({digests[0]} and {digests[1]})", cure)
+        return ""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a command names as its weights. A folder has no revision, but one in the cache of a hub says it in its path."""
+
+    model: str
+    revision: str
+    dummy: bool
+
+    @classmethod
+    def of(cls, seen: Seen) -> Checkpoint:
+        model, dummy = seen.flags.model.rstrip("/"), seen.flags.word("load_format") == "dummy"
+        downloaded = SNAPSHOT.search(model)
+        if downloaded is not None:
+            return cls(f"{downloaded[1]}/{downloaded[2]}", downloaded[3], dummy)
+        a_folder = model.startswith(("/", ".", "~")) or model.count("/") != 1
+        return cls(model, seen.flags.word("revision") or ("" if a_folder else "main"), dummy)
+
+    @property
+    def last(self) -> str:
+        """The model's own name."""
+        return self.model.rpartition("/")[2].lower()
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.revision}" if self.revision not in ("", "main") else self.model
+
+
+def of_flags(prefill: Seen, decode: Seen, dtypes: Sequence[str]) -> Iterator[Finding]:
+    """What flags alone tell of two caches that cannot be shaped; `dtypes` are those of their configurations, if known."""
+    own = [dtype_of(seen.flags.word("dtype")) or dtype for seen, dtype in zip((prefill, decode), dtypes, strict=True)]
+    forms = [_form(seen.flags, dtype) for seen, dtype in zip((prefill, decode), own, strict=True)]
+    if all(own) and own[0] != own[1]:
+        yield Finding("cache-dtype", f"the model's dtype is {own[0]} there, {own[1]} here", CURES["cache-dtype"])
+    elif forms[0] != forms[1] and (all(forms) or any(form and form not in CACHE_DTYPES for form in forms)):
+        shown = [form or "the model's dtype" for form in forms]
+        yield Finding("cache-dtype", f"the cache is kept in {shown[0]} there, in {shown[1]} here", CURES["cache-dtype"])
+    for flag, name in (("mamba_cache_dtype", "conv-dtype"), ("mamba_ssm_cache_dtype", "ssm-dtype")):
+        said = [dtype_of(seen.flags.word(flag)) for seen in (prefill, decode)]
+        if all(said) and said[0] != said[1]:
+            yield Finding(name, f"--{flag.replace('_', '-')} is {said[0]} there, {said[1]} here", CURES[name])
+    if prefill.flags.values.get("hf_overrides") != decode.flags.values.get("hf_overrides"):
+        yield Finding("model", "--hf-overrides differs between the two sides", "give both sides the same")
+
+
+def _form(flags: Flags, own: str) -> str:
+    """What a cache is kept in; empty if that is the model's dtype, which is not known."""
+    said = flags.word("kv_cache_dtype", "auto")
+    return own if said == "auto" else FORMATS.get(said, said)

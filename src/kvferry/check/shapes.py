@@ -1,31 +1,33 @@
 """The manifests that an engine would publish, from a model's configuration and the engine's flags, without running it.
 
 What vLLM chooses by itself is taken to be its default: the backend, its blocks, the cache's layout. Caches of backends that are
-not certified become opaque cells here as they do in the engine.
+not certified become opaque cells here as they do in the engine. Here a cache is certified if evidence is recorded for it. An
+engine certifies its own caches when it starts: what that may give beyond the evidence can be assumed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from kvferry.check.flags import Flags
-from kvferry.engines.vllm.layouts import Grid, certified
-from kvferry.errors import ModelError
+from kvferry.check.sources import Source, source_of
+from kvferry.engines.vllm.layouts import Grid, certified, known
+from kvferry.engines.vllm.releases import asks_what_is_loaded, is_served, release_of, zeroes_loads
 from kvferry.findings import Finding
 from kvferry.manifest import Manifest
 from kvferry.manifest.kinds import Attention, Entries, LatentAttention, LayerKind, Layout, OpaqueCells
 from kvferry.manifest.pool import LayerSpec
 from kvferry.manifest.schema import DTYPE_BYTES
-from kvferry.models import ModelShape, Side, legal, load_model, manifests, zoo_names
+from kvferry.models import ModelShape, Side, engine_groups, legal, manifests
 
 RELEASE: Final = "0.32.0"
-"""Of vLLM, which the connector is for."""
+"""Of vLLM, if none is named."""
 BLOCKS: Final = 64
-DTYPES: Final = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES: Final = {"half": "float16", "float": "float32"}
 FORMATS: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 LAYOUTS: Final = {"HND": "LBHNC", "NHD": "LBNHC"}
 BACKENDS: Final = {
@@ -48,7 +50,18 @@ class Engine:
     shaped: ModelShape
     backend: str
     form: str
+    order: str
+    release: str
     troubles: tuple[Finding, ...] = ()
+
+    @property
+    def opaque(self) -> bool:
+        """Whether a cache is moved in whole cells."""
+        return any(isinstance(kind, OpaqueCells) for kind in self.shaped.kinds)
+
+    @property
+    def cache(self) -> str:
+        return f"{self.backend} {self.form} in {self.order}"
 
     def __str__(self) -> str:
         stages = f",PP{self.side.pp}" if self.side.pp > 1 else ""
@@ -63,27 +76,13 @@ class Engine:
         )
 
 
-def find_model(name: str, flags: Flags | None = None) -> ModelShape:
-    """A config.json, a folder with one, a model of the zoo, also under its name on a hub (`org/Name-Instruct`); in the dtype
-    that flags ask for."""
-    dtype = _dtype(flags.word("dtype")) if flags is not None else ""
-    try:
-        return load_model(name, dtype)
-    except ModelError:
-        short = name.rstrip("/").rpartition("/")[2].lower()
-        if Path(name).exists() or not short:
-            raise
-        near = [known for known in zoo_names() if short.startswith(known)]
-        if not near:
-            raise
-        return load_model(max(near, key=len), dtype)
-
-
-def engine_of(flags: Flags, device: str, name: str) -> Engine:
-    """What the flags make of a model; a size that no engine could run is a trouble."""
-    model, asked = find_model(name), find_model(name, flags)
+def engine_of(flags: Flags, device: str, model_or_source: str | Source, release: str = RELEASE, assume: bool = False) -> Engine:
+    """What the flags make of a model; a size that no engine could run is a trouble. With `assume` the engine is taken
+    to certify every cache that the table of layouts explains, recorded or not."""
+    source = model_or_source if isinstance(model_or_source, Source) else source_of(model_or_source, flags)
+    model, asked = source.shape(), source.shape(dtype_of(flags.word("dtype")))
     latent = any(isinstance(kind, LatentAttention) for kind in model.kinds)
-    backend = _backend(flags) or BACKENDS[device, latent]
+    backend = attention_backend(flags) or BACKENDS[device, latent]
     order = _order(flags, device, latent)
     block = flags.number("block_size", BLOCK[device, latent])
     layout = Layout(
@@ -98,13 +97,30 @@ def engine_of(flags: Flags, device: str, name: str) -> Engine:
     )
     side = Side(flags.number("tensor_parallel_size"), flags.number("pipeline_parallel_size"), layout)
     stages = _stages(flags)
-    shaped = replace(
-        model, layers=tuple(tuple(_spec(spec, flags, backend, order, side) for spec in held) for held in asked.layers)
-    )
+    keeper = Keeper(backend, order, release, assume)
+    shaped = replace(model, layers=tuple(tuple(_spec(spec, flags, keeper, side) for spec in held) for held in asked.layers))
     form = flags.word("kv_cache_dtype", "auto")
     own = next((kind.dtype for kind in asked.kinds if isinstance(kind, Attention | LatentAttention)), "")
     form = own if form == "auto" else FORMATS.get(form, form)
-    return Engine(model, side, stages, shaped, backend, form, tuple(_troubles(model, side, stages)))
+    troubles = (*_troubles(model, side, stages), *_of_release(model, side, release))
+    return Engine(model, side, stages, shaped, backend, form, order, release, troubles)
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """What keeps a cache, and whether it is taken to certify what is not recorded."""
+
+    backend: str
+    order: str
+    release: str
+    assume: bool = False
+
+    def certifies(self, number: str, block: int, width: int) -> bool:
+        form = {"float8_e4m3fn": "fp8_e4m3"}.get(number, number)
+        grid = Grid(block, width, width)
+        if self.assume and known(form, grid):
+            return True
+        return any(certified(self.release, self.backend, isa, form, self.order, grid) is not None for isa in ISAS)
 
 
 def _troubles(model: ModelShape, side: Side, stages: tuple[int, ...]) -> list[Finding]:
@@ -126,7 +142,16 @@ def _troubles(model: ModelShape, side: Side, stages: tuple[int, ...]) -> list[Fi
     return out
 
 
-def _backend(flags: Flags) -> str:
+def _of_release(model: ModelShape, side: Side, release: str) -> Iterator[Finding]:
+    """What the release cannot serve of this model."""
+    if not is_served(release) or asks_what_is_loaded(release) or legal(model, side) is not None:
+        return
+    if any(kind.paging == "state" for kind in model.kinds) or len(engine_groups(model, side)) > 1:
+        yield Finding("vllm-release", *zeroes_loads(release))
+
+
+def attention_backend(flags: Flags) -> str:
+    """The one that is asked for; empty if vLLM is to choose."""
     within = flags.values.get("attention_config")
     said = within.get("backend", "") if isinstance(within, dict) else ""
     return str(flags.word("attention_backend") or said or flags.environment.get("VLLM_ATTENTION_BACKEND", "")).upper()
@@ -151,8 +176,8 @@ def _stages(flags: Flags) -> tuple[int, ...]:
     return tuple(int(word) for word in words if word.strip().isdigit())
 
 
-def _spec(spec: LayerSpec, flags: Flags, backend: str, order: str, side: Side) -> LayerSpec:
-    return replace(spec, kind=_kept(_numbers(spec.kind, flags), flags, backend, order, side))
+def _spec(spec: LayerSpec, flags: Flags, keeper: Keeper, side: Side) -> LayerSpec:
+    return replace(spec, kind=_kept(_numbers(spec.kind, flags), flags, keeper, side))
 
 
 def _numbers(kind: LayerKind, flags: Flags) -> LayerKind:
@@ -160,7 +185,7 @@ def _numbers(kind: LayerKind, flags: Flags) -> LayerKind:
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     if kind.paging == "state":
-        own, ssm = _dtype(flags.word("mamba_cache_dtype")), _dtype(flags.word("mamba_ssm_cache_dtype"))
+        own, ssm = dtype_of(flags.word("mamba_cache_dtype")), dtype_of(flags.word("mamba_ssm_cache_dtype"))
         if own and "dtype" in names:
             changes["dtype"] = own
         follows = getattr(kind, "ssm_dtype", "") == getattr(kind, "dtype", "")
@@ -169,25 +194,22 @@ def _numbers(kind: LayerKind, flags: Flags) -> LayerKind:
     return replace(kind, **changes) if changes else kind  # type: ignore[type-var]
 
 
-def _dtype(word: str) -> str:
+def dtype_of(word: str) -> str:
+    """By its full name; empty for `auto` and for what is no dtype of a cache."""
     found = DTYPES.get(word, word)
     return found if found in DTYPE_BYTES else ""
 
 
-def _kept(kind: LayerKind, flags: Flags, backend: str, order: str, side: Side) -> LayerKind:
+def _kept(kind: LayerKind, flags: Flags, keeper: Keeper, side: Side) -> LayerKind:
     """The kind as the backend keeps it: by its parts where that is certified, else in cells."""
     form = flags.word("kv_cache_dtype", "auto")
-    asked = "" if form == "auto" else FORMATS.get(form, _dtype(form) or "opaque")
+    asked = "" if form == "auto" else FORMATS.get(form, dtype_of(form) or "opaque")
     if isinstance(kind, Attention):
         number = asked or kind.dtype
         width = kind.dim + (kind.v_dim or kind.dim)
-        if (
-            number != "opaque"
-            and kind.v_dim in (0, kind.dim)
-            and _certified(backend, number, form, order, side.layout.block, width)
-        ):
+        if number != "opaque" and kind.v_dim in (0, kind.dim) and keeper.certifies(number, side.layout.block, width):
             return replace(kind, dtype=number)
-        tag = f"vllm {_minor()} {backend} {number if number != 'opaque' else form}"
+        tag = f"vllm {release_of(keeper.release)} {keeper.backend} {number if number != 'opaque' else form}"
         size = width * DTYPE_BYTES.get(number, 1)
         if side.layout.order == "head":
             return OpaqueCells(tag, size, kind.heads, kind.reach)
@@ -196,20 +218,12 @@ def _kept(kind: LayerKind, flags: Flags, backend: str, order: str, side: Side) -
     if isinstance(kind, LatentAttention):
         number = asked or kind.dtype
         width = kind.latent + kind.rope
-        if number != "opaque" and _certified(backend, number, form, order, side.layout.block, width):
+        if number != "opaque" and keeper.certifies(number, side.layout.block, width):
             return replace(kind, dtype=number)
-        tag = f"vllm {_minor()} {backend} {number if number != 'opaque' else form}"
+        tag = f"vllm {release_of(keeper.release)} {keeper.backend} {number if number != 'opaque' else form}"
         return OpaqueCells(tag, width * DTYPE_BYTES.get(number, 1), 0, kind.reach)
     if isinstance(kind, Entries) and not kind.block and kind.tokens_per_entry == 1:
-        return OpaqueCells(f"vllm {_minor()} {kind.part}", kind.width + sum(size for _, size in kind.planes), 0, kind.reach)
+        return OpaqueCells(
+            f"vllm {release_of(keeper.release)} {kind.part}", kind.width + sum(size for _, size in kind.planes), 0, kind.reach
+        )
     return kind
-
-
-def _minor() -> str:
-    return RELEASE.rpartition(".")[0]
-
-
-def _certified(backend: str, number: str, form: str, order: str, block: int, width: int) -> bool:
-    named = {"float8_e4m3fn": "fp8_e4m3"}.get(number, number)
-    grid = Grid(block, width, width)
-    return any(certified(RELEASE, backend, isa, named, order, grid) is not None for isa in ISAS)

@@ -20,6 +20,7 @@ from kvferry.bench.machine import Record, this_machine
 from kvferry.bench.measure import REPEATS, Tick
 from kvferry.bench.memory import device_name
 from kvferry.bench.plot import svg
+from kvferry.cli.completion import model_names
 from kvferry.cli.output import show, show_json
 from kvferry.cli.serve import serve_command
 from kvferry.cli.strategies import calibrate_command, strategies_command
@@ -73,7 +74,9 @@ def handshake_command(
 
 @bench_app.command("transfer")
 def transfer_command(
-    model: Annotated[str, typer.Option(help="A model of the zoo or a config.json; with --tokens and both sides.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A model of the zoo or a config.json; with --tokens and both sides.", autocompletion=model_names)
+    ] = "",
     tokens: Annotated[int, typer.Option(help="Tokens that the request loads. Default: all blocks.")] = 0,
     regions: Regions = 0,
     blocks: Annotated[int, typer.Option(help="Blocks of the request to the made-up model. Default: a suite's own.")] = 0,
@@ -114,7 +117,9 @@ def transfer_command(
 
 @bench_app.command("bind")
 def bind_command(
-    model: Annotated[list[str] | None, typer.Option(help="A model of the zoo or a config.json; may be repeated.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model of the zoo or a config.json; may be repeated.", autocompletion=model_names)
+    ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens of a request, one or several numbers.")] = "32768,131072",
     order: Orders = "both",
     prefill: Prefill = "",

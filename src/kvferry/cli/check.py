@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import urllib.error
 import urllib.request
@@ -16,9 +17,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.check.cards import UNREACHED, Pair, ask_all, check_engines
+from kvferry.check.cards import Pair, ask_all, check_engines
 from kvferry.check.flags import Flags, read_command
-from kvferry.check.offline import Moves, Outlook, check_commands
+from kvferry.check.offline import Basis, Moves, check_commands
+from kvferry.check.shapes import RELEASE
+from kvferry.check.verdict import UNDECIDED, UNREACHED, Verdict, verdict
+from kvferry.cli.completion import model_names
 from kvferry.cli.output import show, show_json
 from kvferry.errors import BadReferenceError, SideError
 from kvferry.findings import Finding, Severity, errors
@@ -27,16 +31,22 @@ from kvferry.session import Keys, Reference, from_params, keys_of
 NO: Final = 1
 LATER: Final = 3
 DEVICES: Final = ("cpu", "cuda")
+RELEASES: Final = re.compile(r"v?\d{1,4}\.\d{1,4}(\.[0-9a-z.+]{1,40})?")
 MAX_COMMAND_BYTES: Final = 1 << 20
 CANARY_TOKENS: Final = 48
 HTTP_S: Final = 60.0
+SHADES: Final = {Verdict.SERVES: "green", Verdict.REFUSED: "red", Verdict.UNDECIDED: "yellow"}
 COLOURS: Final = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
 def check_command(
     prefill: Annotated[str, typer.Option(help="The prefill engine's command line, or @FILE with it.")] = "",
     decode: Annotated[str, typer.Option(help="The decode engine's.")] = "",
-    model: Annotated[str, typer.Option(help="Its config.json or name in the zoo, if the commands' is not here.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(help="Its config.json or name in the zoo, if the commands' is not here.", autocompletion=model_names),
+    ] = "",
+    vllm: Annotated[str, typer.Option(help="The release of vLLM, or two as prefill,decode.")] = RELEASE,
     device: Annotated[str, typer.Option(help="What the caches lie on: cpu or cuda, or two as prefill,decode.")] = "cuda",
     elsewhere: Annotated[
         bool, typer.Option(help="The engines run on other machines: no file of theirs is looked for.")
@@ -56,19 +66,22 @@ def check_command(
     strict: Annotated[bool, typer.Option(help="Warnings count as errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Check a pair before it serves: exit 0 if it would, 1 if it would not, 3 if an engine could not be asked."""
+    """Check a pair before it serves: exit 0 if it would, 1 if it would not, 3 if that cannot be told yet."""
     if bool(engine) == bool(prefill or decode):
         raise SideError("give --prefill and --decode with command lines, or --engine with addresses of running engines")
     if engine:
-        if model or elsewhere:
-            raise SideError("--model and --elsewhere are for command lines: running engines say themselves what they hold")
+        if model or elsewhere or vllm != RELEASE:
+            raise SideError(
+                "--model, --vllm and --elsewhere are for command lines: running engines say themselves what they hold"
+            )
         report = _online(engine, keys_of(key_file), canary, through or [], timeout_s)
     else:
         if not prefill or not decode:
             raise SideError("give both --prefill and --decode")
         if key_file or canary or through:
             raise SideError("--key-file, --canary and --through are for running engines: name them with --engine")
-        report = _offline(_command(prefill, "--prefill"), _command(decode, "--decode"), model, _devices(device), elsewhere)
+        commands = _command(prefill, "--prefill"), _command(decode, "--decode")
+        report = _offline(commands, model, _devices(device), elsewhere, _releases(vllm))
     if as_json:
         show_json(report)
     else:
@@ -101,26 +114,37 @@ class Report(msgspec.Struct, frozen=True):
     """What `--json` writes."""
 
     works: bool
+    verdict: Verdict
     findings: tuple[Finding, ...]
     pairs: tuple[Judged, ...]
     model: str = ""
     engines: tuple[str, ...] = ()
     canaries: tuple[Canary, ...] = ()
+    rests_on: tuple[Basis, ...] = ()
     version: int = 1
 
 
 def exit_code(findings: Sequence[Finding], strict: bool = False) -> int:
-    """An engine that does not fit outweighs one that was not reached."""
+    """What does not fit outweighs what is not known."""
     wrong = [one for one in findings if strict and one.severity is Severity.WARNING] + errors(findings)
     if not wrong:
         return 0
-    return LATER if all(one.name in UNREACHED for one in wrong) else NO
+    return LATER if all(one.name in UNDECIDED for one in wrong) else NO
 
 
-def _offline(prefill: Flags, decode: Flags, model: str, devices: tuple[str, str], elsewhere: bool) -> Report:
-    found: Outlook = check_commands(prefill, decode, model, devices, elsewhere)
+def _offline(
+    commands: tuple[Flags, Flags], model: str, devices: tuple[str, str], elsewhere: bool, vllm: tuple[str, str]
+) -> Report:
+    found = check_commands(*commands, model, devices, elsewhere, vllm)
     pair = Judged("prefill", "decode", found.works, found.moves)
-    return Report(found.works, found.findings, (pair,), found.model)
+    return Report(found.works, verdict(found.findings), found.findings, (pair,), found.model, rests_on=found.rests_on)
+
+
+def _releases(text: str) -> tuple[str, str]:
+    words = text.split(",")
+    if not 1 <= len(words) <= 2 or not all(RELEASES.fullmatch(word) for word in words):
+        raise SideError(f"--vllm {text[:80]}: give a release as {RELEASE}, or two as prefill,decode")
+    return words[0], words[-1]
 
 
 def _command(text: str, option: str) -> Flags:
@@ -161,7 +185,7 @@ def _online(addresses: Sequence[str], keys: Keys, canary: bool, through: Sequenc
     judged = tuple(Judged(p.producer.address, p.consumer.address, not errors(p.findings), p.moves) for p in pairs)
     engines = tuple(f"{one.address} {one.welcome.engine} {one.topology} {one.welcome.role}".strip() for one in asked.engines)
     model = asked.engines[0].manifests[0].identity.model if asked.engines else ""
-    return Report(not errors(findings), tuple(findings), judged, model, engines, tuple(canaries))
+    return Report(not errors(findings), verdict(findings), tuple(findings), judged, model, engines, tuple(canaries))
 
 
 def _send(url: str, pairs: Sequence[Pair], keys: Keys, findings: list[Finding], canaries: list[Canary]) -> None:
@@ -215,9 +239,10 @@ def _http(url: str, body: Any = None) -> Any:
 
 
 def _shown(report: Report) -> Iterator[RenderableType]:
-    counts = f"{sum(pair.works for pair in report.pairs)} of {len(report.pairs)} pairs"
-    verdict = "would serve" if report.works else "would not serve"
-    yield Text(f"{report.model or 'model unknown'}: {counts} fit; {verdict}", style="green" if report.works else "red")
+    yield Text(f"{report.model or 'model unknown'}: {_told(report)}", style=SHADES[report.verdict])
+    if report.rests_on:
+        known = [(one.side, one.vllm, one.cache, one.evidence) for one in report.rests_on]
+        yield _table("what this rests on", ("side", "vLLM", "cache", "evidence"), known)
     if report.engines:
         yield _table("engines", ("address, engine, topology, role",), [(one,) for one in report.engines])
     moved = [pair for pair in report.pairs if pair.moves is not None]
@@ -227,6 +252,19 @@ def _shown(report: Report) -> Iterator[RenderableType]:
         rows = [(c.engine, c.what, str(c.ranks), f"{c.bytes:,}", ", ".join(c.paths)) for c in report.canaries]
         yield _table("canaries: transferred and compared", ("from", "what", "ranks", "bytes", "carried by"), rows)
     yield from findings_table(report.findings)
+
+
+def _told(report: Report) -> str:
+    """The verdict; what was not planned is never said to serve."""
+    names = {one.name for one in report.findings}
+    if report.verdict is Verdict.UNDECIDED and "model-unknown" in names:
+        return "only the flags were compared; nothing is known to be wrong, and the caches are not known"
+    counts = f"{sum(pair.works for pair in report.pairs)} of {len(report.pairs)} pairs fit"
+    if report.verdict is Verdict.UNDECIDED and names & UNREACHED:
+        return f"{counts}; not decided, since an engine could not be asked"
+    if report.verdict is Verdict.UNDECIDED:
+        return "not decided; nothing is known to be wrong, and not everything could be planned"
+    return f"{counts}; {'would serve' if report.works else 'would not serve'}"
 
 
 def _moves(pairs: Sequence[Judged]) -> Table:

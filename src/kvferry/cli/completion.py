@@ -10,6 +10,7 @@ from typer._completion_classes import completion_init
 from typer._completion_shared import get_completion_script
 
 from kvferry.cli.output import write
+from kvferry.models import zoo_names
 
 
 class Shell(str, Enum):
@@ -21,6 +22,11 @@ class Shell(str, Enum):
 def completion_command(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> None:
     """Print a script for a shell; in bash: source <(kvferry completion bash)."""
     write(get_completion_script(prog_name="kvferry", complete_var="_KVFERRY_COMPLETE", shell=shell.value) + "\n")
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Names of the zoo; for any other beginning a shell completes names of files."""
+    return [name for name in zoo_names() if name.startswith(incomplete.lower())]
 
 
 def answer_shells() -> None:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from kvferry.cli.completion import model_names
 from kvferry.cli.output import show, show_json
 from kvferry.demo import Log, Voyage, sail
 from kvferry.errors import SideError
@@ -27,7 +28,9 @@ WRONG = "[red]bytes are wrong[/]: this is an error of KVFerry or NIXL; please re
 
 
 def demo_command(
-    model: Annotated[str, typer.Option(help="A model of the zoo, or the path of a HuggingFace config.json.")] = "synthetic-12",
+    model: Annotated[
+        str, typer.Option(help="A model of the zoo, or the path of a HuggingFace config.json.", autocompletion=model_names)
+    ] = "synthetic-12",
     prefill: Annotated[str, typer.Option(help="The producer's side.")] = "tp=2,pp=2",
     decode: Annotated[str, typer.Option(help="The consumer's side.")] = "tp=3",
     requests: Annotated[int, typer.Option(help="How many requests to carry.")] = 300,

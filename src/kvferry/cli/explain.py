@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from kvferry.check.cards import ask_all
+from kvferry.cli.completion import model_names
 from kvferry.cli.output import write
 from kvferry.cli.plan import MAX_TOKENS, SIDE_SYNTAX
 from kvferry.engines.vllm.drafters import without_other_drafters
@@ -25,7 +26,9 @@ MAX_PLAN_BYTES = 1 << 30
 
 
 def explain_command(
-    model: Annotated[str, typer.Option(help="A model of the zoo, or the path of a HuggingFace config.json.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A model of the zoo, or the path of a HuggingFace config.json.", autocompletion=model_names)
+    ] = "",
     prefill: Annotated[str, typer.Option(help=f"The producer, as {SIDE_SYNTAX}.")] = "",
     decode: Annotated[str, typer.Option(help="The consumer, written likewise.")] = "",
     tokens: Annotated[int, typer.Option(help="Prompt length of the request to show.")] = 1000,

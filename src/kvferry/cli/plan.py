@@ -12,6 +12,7 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
+from kvferry.cli.completion import model_names
 from kvferry.cli.output import show, show_json
 from kvferry.errors import SideError
 from kvferry.explain.request import example_request, sized_manifests
@@ -30,7 +31,9 @@ SIDE_SYNTAX = (
 
 
 def plan_command(
-    model: Annotated[str, typer.Option(help="A model of the zoo, or the path of a HuggingFace config.json.")],
+    model: Annotated[
+        str, typer.Option(help="A model of the zoo, or the path of a HuggingFace config.json.", autocompletion=model_names)
+    ],
     prefill: Annotated[str, typer.Option(help=f"The producer, as {SIDE_SYNTAX}.")],
     decode: Annotated[str, typer.Option(help="The consumer, written likewise.")],
     tokens: Annotated[int, typer.Option(help="Prompt length of the request to show.")] = 1000,

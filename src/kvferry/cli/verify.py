@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.completion import model_names
 from kvferry.cli.output import show, show_json
 from kvferry.errors import MismatchError, ProofError, ScatteredError, SideError
 from kvferry.models import ModelShape, Side, legal, load_model, manifests, zoo_names
@@ -47,7 +48,8 @@ class Pair(msgspec.Struct, frozen=True):
 
 def verify_command(
     model: Annotated[
-        list[str] | None, typer.Option(help="A zoo model or a config.json; may be repeated. Default: the zoo.")
+        list[str] | None,
+        typer.Option(help="A zoo model or a config.json; may be repeated. Default: the zoo.", autocompletion=model_names),
     ] = None,
     tp: Annotated[
         str, typer.Option(help="Tensor-parallel sizes, e.g. 1,2,3. Default: 1,2,4,8; synthetic-12: 1,2,3,4,6,12.")

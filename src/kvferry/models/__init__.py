@@ -4,7 +4,7 @@ from kvferry.models.config import from_config, model_types
 from kvferry.models.shape import ModelShape
 from kvferry.models.side import Side
 from kvferry.models.topology import block_tokens, engine_groups, legal, manifests, stages
-from kvferry.models.zoo import load_model, zoo_names
+from kvferry.models.zoo import load_model, read_config, zoo_config, zoo_names
 
 __all__ = [
     "ModelShape",
@@ -16,6 +16,8 @@ __all__ = [
     "load_model",
     "manifests",
     "model_types",
+    "read_config",
     "stages",
+    "zoo_config",
     "zoo_names",
 ]

@@ -47,17 +47,30 @@ def load_model(name_or_path: str | Path, dtype: str = "") -> ModelShape:
     name = str(name_or_path).lower()
     if name in zoo_names():
         return _zoo_model(name, dtype)
+    return from_config(*read_config(name_or_path), dtype)
+
+
+def zoo_config(name: str) -> dict[str, object]:
+    """What the zoo has under a name of `zoo_names`; nothing for the made-up model."""
+    if name == SYNTHETIC:
+        return {}
+    config: dict[str, object] = json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    return config
+
+
+def read_config(name_or_path: str | Path) -> tuple[dict[str, object], str]:
+    """What a config.json, or the one of a directory, says, and what the model is called there."""
     path = Path(name_or_path)
     try:
         if path.is_dir():
             path = path / "config.json"
         if path.is_file():
-            return from_config(_read(path), path.resolve().parent.name if path.name == "config.json" else path.stem, dtype)
+            return _read(path), path.resolve().parent.name if path.name == "config.json" else path.stem
     except (OSError, ValueError) as error:
         raise ModelError(f"{name_or_path}: cannot be read: {error}") from None
     if path.name == "config.json":
         raise ModelError(f"{path}: there is no such file; give a config.json, a directory with one, or a name of the zoo")
-    near = difflib.get_close_matches(name, zoo_names(), 3, 0.5)
+    near = difflib.get_close_matches(str(name_or_path).lower(), zoo_names(), 3, 0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(zoo_names())}"
     raise ModelError(f"{name_or_path}: neither a model of the zoo nor a config.json or a directory with one; {hint}")
 
@@ -66,7 +79,7 @@ def load_model(name_or_path: str | Path, dtype: str = "") -> ModelShape:
 def _zoo_model(name: str, dtype: str = "") -> ModelShape:
     if name == SYNTHETIC:
         return _synthetic()
-    return from_config(json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8")), name, dtype)
+    return from_config(zoo_config(name), name, dtype)
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -161,7 +163,7 @@ def option_troubles(extra: Mapping[str, Any]) -> Iterator[Finding]:
         if options.ucx_ports != "0":
             port_range(options.ucx_ports)
     except (msgspec.ValidationError, SessionError, TransportError) as error:
-        yield Finding("option-value", f"kv_connector_extra_config: {error}", _VALUES)
+        yield Finding("option-value", f"kv_connector_extra_config: {error}", _words(str(error)) or _VALUES)
         return
     for option, host in said:
         if not options.key_file and not is_loopback(host):
@@ -177,6 +179,23 @@ def option_troubles(extra: Mapping[str, Any]) -> Iterator[Finding]:
     if options.lease_most_s < options.lease_s:
         seen = f"lease_most_s {options.lease_most_s:g} is less than lease_s {options.lease_s:g}"
         yield Finding("lease-times", seen, "raise it")
+
+
+def _words(said: str) -> str:
+    """The words that the option takes of which an error of msgspec says that a word is none of them."""
+    at = re.search(r"at `\$\.(\w+)", said)
+    if at is None or not said.startswith("Invalid enum value"):
+        return ""
+    found = _literals(get_type_hints(Options, include_extras=True)[at[1]])
+    return f"give it {' or '.join(json.dumps(word) for word in found)}"
+
+
+def _literals(hint: Any) -> tuple[str | bool, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if hint is bool:
+        return True, False
+    return tuple(word for inner in get_args(hint) for word in _literals(inner))
 
 
 def buffered(options: Options, buffer_device: str | None, device: str) -> Options:

@@ -21,7 +21,7 @@ def refuse_unserved(config: Any, device: str, release: Release, kv_cache_config:
     """Raises with the first of them and what to do; `device` is the kind of device that the caches lie on."""
     refuse_context_parallel(config)
     for seen, cure in unserved_by(release, getattr(kv_cache_config, "needs_kv_cache_zeroing", False)):
-        raise SessionError(str(Finding("release", seen, cure)))
+        raise SessionError(str(Finding("vllm-release", seen, cure)))
     for found in unserved(config, device):
         raise SessionError(str(found))
 

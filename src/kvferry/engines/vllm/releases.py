@@ -16,6 +16,8 @@ from kvferry.engines.vllm.evidence import recorded
 from kvferry.errors import KVFerryError
 
 OLDEST: Final = "0.31"
+ASKING: Final = "0.32"
+"""The first that asks which groups of blocks are loaded."""
 CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 NEEDED: Final = (
     (CONNECTORS, "KVConnectorBase_V1"),
@@ -107,6 +109,11 @@ def is_served(version: str) -> bool:
     return _number(version) >= _number(OLDEST)
 
 
+def asks_what_is_loaded(version: str) -> bool:
+    """As `Release.asks_what_is_loaded`, of a release that is not here."""
+    return _number(version) >= _number(ASKING)
+
+
 def is_seen(version: str) -> bool:
     return release_of(version) in seen_releases()
 
@@ -127,13 +134,18 @@ def customized(backend: Any, spec: Any) -> Any:
     return spec if customize is None else customize(backend, spec)
 
 
+def zeroes_loads(version: str) -> tuple[str, str]:
+    """What is wrong with a model whose blocks such a release zeroes, and the way out."""
+    return (
+        f"vLLM {version} zeroes blocks of this model after they were loaded (recurrent states, or several groups)",
+        "upgrade vLLM to 0.32 or newer, or run this model without disaggregation",
+    )
+
+
 def unserved(release: Release, zeroes: bool) -> Iterator[tuple[str, str]]:
     """What an engine of this release asks for that it cannot have, and the way out; `zeroes`: it zeroes blocks it hands out."""
     if zeroes and not release.asks_what_is_loaded:
-        yield (
-            f"vLLM {release.version} zeroes blocks of this model after they were loaded (recurrent states, or several groups)",
-            "upgrade vLLM to 0.32 or newer, or run this model without disaggregation",
-        )
+        yield zeroes_loads(release.version)
 
 
 def _seen() -> str:
