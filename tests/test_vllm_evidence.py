@@ -113,4 +113,4 @@ def test_the_page_names_what_was_seen_and_what_was_not(monkeypatch: pytest.Monke
     as_if_seen(monkeypatch, {"FLASH_ATTN": ("BLHNC",)})
     told = page(layouts.recorded())
     assert "| FLASH_ATTN | bfloat16 | `k`, `v` | BLHNC | 16 tokens | " in told
-    assert "| FLASH_ATTN | float16, fp8_e4m3 | `k`, `v` |" in told.partition("seen nowhere yet")[2]
+    assert "| FLASH_ATTN | float16, fp8_e4m3 | `k`, `v` |" in told.partition("recorded nowhere yet")[2]

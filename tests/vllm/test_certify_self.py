@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import stand_ins
 import torch
 from byte_crossing import cross, pair
 from engine import Setup, Worker, build, start
+from heard import hearing
 from test_layouts import of_gpu
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
 
@@ -54,20 +54,16 @@ def names(manifest: Manifest) -> set[str]:
     return {part.name for layer in manifest.layers for part in layer.parts}
 
 
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-
 @pytest.mark.parametrize("setup", ENGINES, ids=lambda s: f"{s.model}-{s.dtype}-{s.block}-tp{s.tp}-{s.conv}")
-def test_every_layer_is_certified_and_the_cache_is_left_as_it_was(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_layer_is_certified_and_the_cache_is_left_as_it_was(setup: Setup) -> None:
     worker = build(setup)
     worker.memory[:] = np.random.default_rng(0).integers(0, 256, len(worker.memory), dtype=np.uint8)
     before = worker.memory.copy()
-    with caplog.at_level(logging.INFO, "kvferry.vllm"):
+    with hearing() as heard:
         assert "bytes" not in names(worker.manifest("D"))
     assert (worker.memory == before).all()
-    assert warned(caplog) == []
-    assert any("certified its caches in" in record.getMessage() for record in caplog.records)
+    assert heard.warnings == []
+    assert any("certified its caches in" in line for line in heard.lines)
 
 
 def _layer(trial: Trial, subject: Subject, cache: _Cache) -> Any:
@@ -159,15 +155,16 @@ def _some_tokens_forgotten(key: Any, value: Any, keys: Any, values: Any, slots: 
     ],
 )
 def test_control_an_op_that_writes_otherwise_makes_its_layers_opaque(
-    ruin: Ruin, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ruin: Ruin, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = build(Setup("llama"))
     worker.memory[:] = np.random.default_rng(0).integers(0, 64, len(worker.memory), dtype=np.uint8)
     before = worker.memory.copy()
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", ruin)
-    assert names(worker.manifest("D")) == {"bytes"}
+    with hearing() as heard:
+        assert names(worker.manifest("D")) == {"bytes"}
     assert (worker.memory == before).all()
-    (line,) = warned(caplog)
+    (line,) = heard.warnings
     assert said in line
     assert "CPU_ATTN vec float32" in line
     assert "equal block sizes" in line
@@ -188,17 +185,16 @@ def test_a_backend_that_transposes_is_served_between_equal_sides_and_refused_bet
     assert outcome.binding.bytes == outcome.needed_bytes // TOKENS * 160
 
 
-def test_a_kernel_that_keeps_a_state_otherwise_makes_it_opaque(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_that_keeps_a_state_otherwise_makes_it_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
     right = causal_conv1d.causal_conv1d_update
     monkeypatch.setattr(causal_conv1d, "causal_conv1d_update", lambda x, *rest: right(x.roll(1, dims=1), *rest))
     worker = build(Setup("nemotron-h"))
-    manifest = worker.manifest("D")
+    with hearing() as heard:
+        manifest = worker.manifest("D")
     states = [layer for layer in manifest.layers if "bytes" in {part.name for part in layer.parts}]
     assert len(states) > 0
     assert {"k", "v", "bytes"} == names(manifest)
-    (line,) = warned(caplog)
+    (line,) = heard.warnings
     assert "is not kept by channels as the manifest says" in line
     with pytest.raises(MismatchError, match="mixer"):
         pair(Setup("nemotron-h"), Setup("nemotron-h", tp=2))

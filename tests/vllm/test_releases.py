@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from heard import hearing
 from served import engines, sides
 
 import kvferry.engines.vllm as adapter
@@ -25,6 +25,7 @@ from kvferry.engines.vllm.releases import (
 from kvferry.errors import SessionError
 
 pytestmark = pytest.mark.vllm
+
 
 HITS = "vllm.v1.metrics.cache_hit_source"
 
@@ -109,8 +110,15 @@ def test_a_release_that_no_run_has_seen_says_what_is_off(pretend: Callable[..., 
     )
 
 
+def test_a_release_that_calls_hits_something_else_is_told_what_it_takes_for_granted(pretend: Callable[..., None]) -> None:
+    pretend(HITS, CacheHitSource=None)
+    pretend(CONNECTORS, KVConnectorBase_V1=type("Base", (), {"_cache_hit_source": "unspecified"}))
+    assert hit_source() == "unspecified"
+
+
 def test_a_release_that_does_not_ask_where_hits_come_from_is_told_nothing(pretend: Callable[..., None]) -> None:
     pretend(HITS, CacheHitSource=None)
+    pretend(CONNECTORS, KVConnectorBase_V1=type("Base", (), {}))
     assert hit_source() is None
 
 
@@ -128,18 +136,15 @@ def test_a_release_that_does_not_ask_what_is_loaded_serves_no_model_whose_blocks
 
 
 def test_an_engine_of_an_unseen_release_says_so_once_and_makes_no_load_in_its_step(
-    pretend: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pretend: Callable[..., None],
 ) -> None:
     pretend("vllm.version", __version__="0.99.1")
-    logger = logging.getLogger("kvferry.vllm")  # The connector puts it below vLLM's, which passes nothing on.
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    caplog.set_level(logging.WARNING, logger.name)
-    with engines(*sides("llama", {}, {})) as (_, here):
-        assert not here.connector.scheduler.can_undo
-    with engines(*sides("nemotron-h", {}, {}, prefix_caching=True)) as (_, here):
-        assert not here.connector.supports_divergent_local_hybrid_hits
-    said = [record.getMessage() for record in caplog.records if "0.99.1" in record.getMessage()]
-    assert len(said) == 4, "one line for each engine"
+    with hearing() as heard:
+        with engines(*sides("llama", {}, {})) as (_, here):
+            assert not here.connector.scheduler.can_undo
+        with engines(*sides("nemotron-h", {}, {}, prefix_caching=True)) as (_, here):
+            assert not here.connector.supports_divergent_local_hybrid_hits
+    assert len([line for line in heard.lines if "0.99.1" in line]) == 4, "one line for each engine"
 
 
 def test_an_engine_whose_release_zeroes_what_was_loaded_is_refused(pretend: Callable[..., None]) -> None:

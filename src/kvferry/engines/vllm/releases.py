@@ -84,9 +84,9 @@ def this_release() -> Release:
 
 
 def hit_source() -> Any:
-    """What vLLM calls a prefix hit that came from another engine; None in a release that does not ask."""
+    """What vLLM calls a prefix hit that came from another engine, or what it takes for granted; None if it does not ask."""
     found = getattr(_module("vllm.v1.metrics.cache_hit_source"), "CacheHitSource", None)
-    return getattr(found, "P2P", None)
+    return getattr(found, "P2P", getattr(_module(CONNECTORS).KVConnectorBase_V1, "_cache_hit_source", None))
 
 
 def place_of(name: str) -> Any:
