@@ -22,7 +22,7 @@ from kvferry.manifest import Manifest
 from kvferry.manifest.kinds import Attention, Entries, LatentAttention, LayerKind, Layout, OpaqueCells
 from kvferry.manifest.pool import LayerSpec
 from kvferry.manifest.schema import DTYPE_BYTES
-from kvferry.models import ModelShape, Side, engine_groups, legal, manifests
+from kvferry.models import ModelShape, Side, legal, manifests
 
 RELEASE: Final = "0.32.0"
 """Of vLLM, if none is named."""
@@ -146,7 +146,8 @@ def _of_release(model: ModelShape, side: Side, release: str) -> Iterator[Finding
     """What the release cannot serve of this model."""
     if not is_served(release) or asks_what_is_loaded(release) or legal(model, side) is not None:
         return
-    if any(kind.paging == "state" for kind in model.kinds) or len(engine_groups(model, side)) > 1:
+    dtypes = {str(getattr(kind, "dtype", "")) for kind in model.kinds}
+    if any(kind.paging == "state" for kind in model.kinds) or len(dtypes) > 1:
         yield Finding("vllm-release", *zeroes_loads(release))
 
 

@@ -137,7 +137,7 @@ def customized(backend: Any, spec: Any) -> Any:
 def zeroes_loads(version: str) -> tuple[str, str]:
     """What is wrong with a model whose blocks such a release zeroes, and the way out."""
     return (
-        f"vLLM {version} zeroes blocks of this model after they were loaded (recurrent states, or several groups)",
+        f"vLLM {version} zeroes blocks of this model after they were loaded (recurrent states, or caches of unlike dtypes)",
         "upgrade vLLM to 0.32 or newer, or run this model without disaggregation",
     )
 
