@@ -230,12 +230,15 @@ def test_connections_on_which_nothing_moves_are_asked_about_now_and_then(crowd):
 
 def test_one_that_goes_on_among_many_slow_ones_is_cut_and_no_other_is(crowd):
     connections, strangers, _ = crowd
-    strangers[7].setblocking(False)
     greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     properties = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     ready = b"\x05READY" + properties
     frame = bytes([0x01 | 0x02]) + struct.pack(">Q", MAX_REQUEST) + bytes(MAX_REQUEST)
     strangers[7].send(greeting + bytes([0x04, len(ready)]) + ready)
+    said = b""  # ZeroMQ closes a connection on which anything comes before it has said READY itself.
+    while b"READY" not in said:
+        said += strangers[7].recv(1 << 10)
+    strangers[7].setblocking(False)
     unsent, slowly = b"", iter(greeting)
 
     def pushed_on() -> bool:
