@@ -133,7 +133,7 @@ def _make_tiny(harbour: Harbour, model: str, wish: Event) -> None:
 
 
 def _attend(harbour: Harbour, wish: Event, title: str, notes: Sequence[str], watched: bool) -> bool:
-    """Until somebody wants it to end or, unless it is to be `watched`, until all serve; whether they do."""
+    """Wait until the operator ends it or, unless it is to be `watched`, until all serve; whether they do."""
     console = Console(stderr=True, soft_wrap=True)
     shown = _Live(console, title) if console.is_terminal and watched else _Lines(console)
     with shown:

@@ -117,7 +117,7 @@ def check_ports(port: int, first_port: int, engines: int) -> None:
 
 
 def usable(port: int, option: str, host: str = LOOPBACK) -> int:
-    """The port, if nobody has it there; 0 takes any. Raises UpError where nothing can be listened on."""
+    """The port, if it is free there; 0 takes any. Raises UpError where nothing can be listened on."""
     wanted = port or free_port()
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM)[0]
