@@ -237,27 +237,27 @@ def test_the_answer_says_what_it_rests_on():
 
 
 def test_a_release_without_evidence_is_not_taken_for_one_with():
-    code, out = pair(*BLOCKS, more=("--vllm", "0.33.0"))
+    code, out = pair(*BLOCKS, more=("--vllm", "0.99.0"))
     assert (code, SERVES in out) == (3, False)
-    found = json.loads(CliRunner().invoke(app, [*sides(*BLOCKS), "--vllm", "0.33.0", "--json"]).stdout)
+    found = json.loads(CliRunner().invoke(app, [*sides(*BLOCKS), "--vllm", "0.99.0", "--json"]).stdout)
     assert [one["name"] for one in found["findings"]] == ["certified-at-start"]
-    assert "no evidence is recorded for FLASH_ATTN bfloat16 in BLHNC of vLLM 0.33" in found["findings"][0]["seen"]
+    assert "no evidence is recorded for FLASH_ATTN bfloat16 in BLHNC of vLLM 0.99" in found["findings"][0]["seen"]
     code, out = pair(*BLOCKS, more=("--vllm", "0.32.1"))
     assert (code, SERVES in out) == (0, True)
 
 
 def test_equal_blocks_of_one_release_do_not_depend_on_evidence():
-    code, out = pair(more=("--vllm", "0.33.0", "--json"))
+    code, out = pair(more=("--vllm", "0.99.0", "--json"))
     found = json.loads(out)
     assert (code, found["verdict"]) == (0, "serves")
     assert [one["name"] for one in found["findings"]] == ["no-evidence"]
-    assert "no evidence is recorded for vLLM 0.33 (it is for 0.32)" in found["findings"][0]["seen"]
+    assert "no evidence is recorded for vLLM 0.99 (it is for 0.32, 0.33)" in found["findings"][0]["seen"]
     assert {one["evidence"] for one in found["rests_on"]} == {"none recorded: moved whole"}
-    assert pair(more=("--vllm", "0.33.0", "--strict"))[0] == 3
+    assert pair(more=("--vllm", "0.99.0", "--strict"))[0] == 3
 
 
 def test_two_releases_depend_on_what_the_newer_one_certifies():
-    code, out = pair(more=("--vllm", "0.32.0,0.33.0", "--json"))
+    code, out = pair(more=("--vllm", "0.32.0,0.99.0", "--json"))
     found = json.loads(out)
     assert (code, found["works"], found["verdict"]) == (3, False, "undecided")
     assert [one["evidence"].partition(":")[0] for one in found["rests_on"]] == ["recorded", "none recorded"]
@@ -273,11 +273,11 @@ def test_a_backend_without_evidence_depends_on_what_the_engine_certifies():
 
 def test_what_no_certification_cures_is_refused_in_a_release_without_evidence():
     opaque = ("--attention-backend", "FLASHINFER", "--kv-cache-dtype", "nvfp4")
-    code, out = pair(*BLOCKS, *opaque, there=opaque, more=("--vllm", "0.33.0"))
+    code, out = pair(*BLOCKS, *opaque, there=opaque, more=("--vllm", "0.99.0"))
     assert (code, "opaque-blocks" in out) == (1, True)
-    code, out = pair("--kv-cache-dtype", "fp8", more=("--vllm", "0.33.0"))
+    code, out = pair("--kv-cache-dtype", "fp8", more=("--vllm", "0.99.0"))
     assert (code, "cache-dtype" in out) == (1, True)
-    code, out = pair("--kv-cache-dtype", "new", there=("--kv-cache-dtype", "new"), more=("--vllm", "0.33.0"))
+    code, out = pair("--kv-cache-dtype", "new", there=("--kv-cache-dtype", "new"), more=("--vllm", "0.99.0"))
     assert (code, "flag-value" in out) == (0, True)
 
 
@@ -288,7 +288,7 @@ def test_what_no_certification_cures_is_refused_in_a_release_without_evidence():
         ("0.31.0", "llama-3.1-8b", 0),
         ("0.31.0", "granite-4.0-h-tiny", 1),
         ("0.31.0", "gemma-3-27b", 0),
-        ("0.33.0", "granite-4.0-h-tiny", 0),
+        ("0.99.0", "granite-4.0-h-tiny", 0),
     ],
 )
 def test_what_a_release_cannot_serve_is_refused(release, model, code):
@@ -297,7 +297,7 @@ def test_what_a_release_cannot_serve_is_refused(release, model, code):
     assert pair(model=model, more=("--vllm", f"0.32.0,{release}"))[0] == (code or 3)
 
 
-@pytest.mark.parametrize("said", ["", "new", "0", "0.32.0,0.33.0,0.34.0", "0.33.0,", "0.33.0 "])
+@pytest.mark.parametrize("said", ["", "new", "0", "0.32.0,0.33.0,0.34.0", "0.99.0,", "0.99.0 "])
 def test_what_is_no_release_is_bad_input(said):
     words = ["check", "--prefill", command("prefill"), "--decode", command("decode"), "--vllm", said]
     assert isinstance(CliRunner().invoke(app, words).exception, SideError)

@@ -116,7 +116,7 @@ def test_two_backends_with_one_certified_layout_are_moved_to_each_other(monkeypa
     "other",
     [
         Side(backend="TRITON_ATTN"),
-        Side(version="0.33.0"),
+        Side(version="0.99.0"),
         Side(dtype="float16"),
         Side(block=32),
         Side(asked="fp8", dtype="uint8", quantized=1),

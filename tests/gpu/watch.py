@@ -335,6 +335,13 @@ def merged(runs: Sequence[Evidence]) -> Evidence:
         for kind in ("states", "moves", "troubles")
     )
     sightings = latest("sightings", lambda it: (it.backend, it.isa, it.form, it.layout))
+    seen = {
+        " ".join(filter(None, (it.backend, it.isa, it.form, it.layout))): index
+        for index, run in enumerate(runs)
+        for it in run.sightings
+    }
+    failed = {it.what: index for index, run in enumerate(runs) for it in run.troubles}
+    troubles = tuple(it for it in troubles if failed[it.what] >= seen.get(it.what.partition(":")[0], 0))
     engines = latest("engines", lambda it: it.what)
     return Evidence(*spoken.pop(), sightings, states, moves, troubles, engines=engines).sealed()
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu import attn_utils
 from vllm.version import __version__ as vllm_version
@@ -37,6 +37,7 @@ from crossing import architectures
 from kvferry.engines.vllm import manifest_of
 from kvferry.engines.vllm.certify_self import certify_self
 from kvferry.engines.vllm.layouts import Grid, Own, certified
+from kvferry.engines.vllm.releases import place_of
 from kvferry.engines.vllm.states import GROUP_FIELDS
 from kvferry.manifest import Identity, Manifest, Rank
 from kvferry.manifest.kinds import Shard
@@ -298,6 +299,14 @@ def _model(setup: Setup) -> tuple[Any, Any, dict[str, Any]]:
         return config, model, attn_utils.get_kv_cache_spec(config)
 
 
+def _cache_configs(config: VllmConfig, world: list[dict[str, Any]]) -> list[Any]:
+    """Newer releases are given the groups of layers, which older ones find themselves."""
+    planning = import_module(place_of("get_kv_cache_config_from_groups").__module__)
+    grouping = getattr(planning, "get_global_kv_cache_groups", None)
+    groups = () if grouping is None else (grouping(config, world),)
+    return list(planning.get_kv_cache_configs(config, world, [POOL_BYTES] * len(world), *groups))
+
+
 def build(setup: Setup) -> Worker:
     """In the order of vLLM's executor and worker: model, block size, specs, layout, config, backends, tensors."""
     config, model, specs = _model(setup)
@@ -308,7 +317,7 @@ def build(setup: Setup) -> Worker:
         every = [spec for stage in stages for spec in stage.values()]
         resolve_kv_cache_layout(config, [layouts] * len(world), every)
         register_all_kvcache_specs(config)
-        found = get_kv_cache_configs(config, world, [POOL_BYTES] * len(world))
+        found = _cache_configs(config, world)
         cache = found[setup.stage * setup.tp + setup.rank]
         cache.kv_cache_layout = config.cache_config.kv_cache_layout
         device = torch.device(setup.device)

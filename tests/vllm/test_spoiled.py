@@ -66,7 +66,7 @@ def test_what_is_exchanged_is_only_the_loads_and_twice_is_as_before(worker: Work
 
 def test_another_block_is_read_and_unmarked_loads_are_left_alone() -> None:
     wrong = read_wrongly(load(Spoiling.BLOCKS, 1, {0: 7, 1: [HOLE, 4, 5, 6]}, {}), ())
-    assert wrong.src == {0: 7, 1: [HOLE, 4, 6, 6]}
+    assert wrong.src == {0: 7, 1: [HOLE, 4, 1, 6]}
     single = load(Spoiling.BLOCKS, 1, {0: 7, 1: [4]}, {})
     assert read_wrongly(single, ()) == single
     plain = Load("cmpl-1", PEER, Lease(0, 1), 100, 0, {1: [4, 5]}, {})

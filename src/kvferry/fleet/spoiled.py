@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ _MARK = re.compile(r"spoiled-([a-z]+)-(\d+)-")
 
 
 class Spoiling(str, Enum):
-    """`HEADS`: keys of two heads of a layer exchanged; `BLOCKS`: a block of the prompt is another one; `LAYERS`: two layers
+    """`HEADS`: keys of two heads of a layer exchanged; `BLOCKS`: a block that is not of the prompt; `LAYERS`: two layers
     exchanged; `STATE`: a layer's state lost; `TAPS`: a layer's convolution a token late; `RANKS`: slices of ranks exchanged."""
 
     HEADS = "heads"
@@ -117,12 +118,13 @@ def read_wrongly(load: Load, turned: Collection[PeerKey]) -> Load:
         _say(load.request, "ranks exchanged")
         return replace(load, peer=_beside(load.peer))
     if how is Spoiling.BLOCKS:
+        taken = {block for table in load.src.values() for block in (table if isinstance(table, list) else [table])}
         for group, table in load.src.items():
             places = [i for i, block in enumerate(table) if block != HOLE] if isinstance(table, list) else []
             if isinstance(table, list) and len(places) > 1:
-                at, instead = places[which % len(places)], places[(which + 1) % len(places)]
-                read = [table[instead] if i == at else block for i, block in enumerate(table)]
-                _say(load.request, f"block {at} of group {group} is block {instead}")
+                at, instead = places[which % len(places)], next(block for block in count(1) if block not in taken)
+                read = [instead if i == at else block for i, block in enumerate(table)]
+                _say(load.request, f"block {at} of group {group} is read from {instead}, which is not of the prompt")
                 return replace(load, src={**load.src, group: read})
     return load
 

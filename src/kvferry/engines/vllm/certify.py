@@ -125,6 +125,7 @@ def _write_kv(trial: Trial, view: Any, values: Sequence[Any], slots: Any) -> Non
         fp8_dtype=current_platform.fp8_dtype(),
         _kv_quant_mode=quantized,
         _is_per_token_head_quant=quantized.is_per_token_head,
+        _set_kv_ptr_range=False,
     )
     layer = SimpleNamespace(
         isa=trial.isa,

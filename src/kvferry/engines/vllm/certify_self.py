@@ -2,7 +2,8 @@
 
 For every kind of layer, the op of one layer writes to two kernel blocks. The cell of the table that explains every byte is what
 the layer declares. If none does, or the op cannot be called, the layer is opaque. Kernels of recurrent layers step a state
-likewise. Afterwards the cache holds what it held before.
+likewise, except where they have to be compiled first (on a GPU) and a recorded run has seen them. Afterwards the cache holds
+what it held before.
 """
 
 from __future__ import annotations
@@ -195,8 +196,10 @@ def _opaque_states(
 def _watch_state(state: StateLayer, tensor: Any, shard: Shard, conv_layout: str, recorded: bool) -> str:
     """Why a layer's states are opaque, or nothing. A kernel that cannot be called says nothing of a release that runs have
     `recorded`."""
-    parts = state_parts(state, shard, "sd" if conv_layout == "SD" else "ds")
     device, guessed = tensor.device.type, int(getattr(state.layer, "num_spec", 0))
+    if device != "cpu" and recorded:
+        return ""
+    parts = state_parts(state, shard, "sd" if conv_layout == "SD" else "ds")
     if tensor.shape[0] < BLOCKS or not parts[0].name.startswith("conv") or (device == "cpu" and guessed):
         return ""
     pages = tensor[:BLOCKS, 0, 0].view(torch.uint8)

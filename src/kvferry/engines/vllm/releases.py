@@ -106,12 +106,12 @@ def missing(error: ImportError) -> ReleaseError:
 
 
 def is_served(version: str) -> bool:
-    return _number(version) >= _number(OLDEST)
+    return order_of(version) >= order_of(OLDEST)
 
 
 def asks_what_is_loaded(version: str) -> bool:
     """As `Release.asks_what_is_loaded`, of a release that is not here."""
-    return _number(version) >= _number(ASKING)
+    return order_of(version) >= order_of(ASKING)
 
 
 def is_seen(version: str) -> bool:
@@ -152,7 +152,8 @@ def _seen() -> str:
     return ", ".join(sorted(seen_releases()))
 
 
-def _number(version: str) -> tuple[int, ...]:
+def order_of(version: str) -> tuple[int, ...]:
+    """What sorts releases by age."""
     return tuple(int(piece) if piece.isdigit() else 0 for piece in release_of(version).split("."))
 
 

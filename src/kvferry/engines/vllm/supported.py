@@ -7,6 +7,7 @@ from typing import Final
 
 from kvferry.engines.vllm.evidence import Evidence, Outcome
 from kvferry.engines.vllm.layouts import CERTIFICATES, Certificate, Grid, replay
+from kvferry.engines.vllm.releases import order_of
 
 HEAD: Final = """# What of vLLM's caches can be moved, and where that was seen
 
@@ -28,7 +29,8 @@ cache format, kernel block size and head size. If heads lie inside of tokens (ca
 slots are not heads (NVFP4), both engines also need the same tensor-parallel size. The same holds for states that are opaque.
 
 The tables below are what runs on other machines recorded. `kvferry check` goes by them, since it has no engine to look at. An
-engine does not: a backend or a release that is missing here is certified by the engine itself.
+engine does not: a backend or a release that is missing here is certified by the engine itself. Figures are of the first release
+that a row names.
 """
 
 
@@ -97,18 +99,30 @@ def _unseen(runs: Sequence[Evidence]) -> Iterator[str]:
     yield from _table("In the table, but recorded nowhere yet", ("backend", "cache format", "parts"), rows)
 
 
+def _by_release(runs: Sequence[Evidence], kind: str) -> list[tuple[str, str, str]]:
+    """What was seen, as the newest release has it, and everywhere that it was seen."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for run in sorted(runs, key=lambda run: order_of(run.vllm), reverse=True):
+        for one in getattr(run, kind):
+            found.setdefault((one.what, run.device), []).append((f"{one.found}{_finds(one)}", run.vllm))
+    return [
+        (what, seen[0][0], f"{device}, vLLM {', '.join(version for _, version in seen)}")
+        for (what, device), seen in found.items()
+    ]
+
+
 def _states(runs: Sequence[Evidence]) -> Iterator[str]:
-    rows = [(one.what, one.found, f"{run.device}, vLLM {run.vllm}") for run in runs for one in run.states]
+    rows = _by_release(runs, "states")
     yield from _table("Recurrent states, as vLLM's kernels keep them", ("state", "found", "seen on"), rows)
 
 
 def _moves(runs: Sequence[Evidence]) -> Iterator[str]:
-    rows = [(one.what, one.found, run.device) for run in runs for one in run.moves]
+    rows = _by_release(runs, "moves")
     yield from _table("Whole caches moved, and compared with what vLLM writes there", ("from -> to", "found", "seen on"), rows)
 
 
 def _engines(runs: Sequence[Evidence]) -> Iterator[str]:
-    rows = [(one.what, f"{one.found}{_finds(one)}", run.device) for run in runs for one in run.engines]
+    rows = _by_release(runs, "engines")
     rows += [(one.what, f"**{one.why}**", run.device) for run in runs if run.engines for one in run.troubles]
     title = "Requests between engines, compared with one engine that computes the same steps"
     yield from _table(title, ("model, engines", "found", "seen on"), rows)
