@@ -157,7 +157,7 @@ def test_shared_memory_that_cannot_be_had():
 def test_a_release_of_vllm_that_the_connector_is_not_for(tmp_path):
     code, report = doctor("--no-paths", variables=installed(tmp_path, "vllm", "0.30.2"))
     assert code == 1
-    assert found(report, "vllm-release")["cure"] == "pip install 'vllm==0.32.*'"
+    assert found(report, "vllm-release")["cure"] == "pip install 'vllm==0.33.*'"
 
 
 def test_threads_that_are_pinned_to_the_same_cores(tmp_path):

@@ -157,9 +157,16 @@ def test_a_dead_peer_over_shared_memory_fails_and_the_next_one_works():
     wharf.peer.close()
 
 
+def needs_one_way_a_peer(transport):
+    """UCX of NIXL before 1.5, which takes no strided lists, writes of every way that an agent has, not of a peer's."""
+    if not transport._library.strided:
+        pytest.skip("this NIXL names all ways that reads may take")
+
+
 def test_emulation_is_named_and_warned_about_once(wharf, caplog):
     made = crossing(wharf, dense_case())
     transport = reader(wharf, made)
+    needs_one_way_a_peer(transport)
     with caplog.at_level(logging.WARNING, logger="kvferry.transport"):
         reads = [start(transport, made, made.plans[0], 0) for _ in range(2)]
         assert [finish(transport, read) for read in reads] == [State.DONE] * 2
@@ -173,6 +180,7 @@ def test_emulation_is_named_and_warned_about_once(wharf, caplog):
 def test_the_path_is_unknown_before_the_first_read(wharf):
     made = crossing(wharf, dense_case())
     transport = reader(wharf, made)
+    needs_one_way_a_peer(transport)
     assert transport.path(transport.connect(made.metadata[0])).name == "unknown"
 
 
