@@ -1,4 +1,4 @@
-"""Plans of every model in the zoo are, byte by byte, those that were recorded. `python tests/test_zoo_plans.py` records them."""
+"""Plans of the zoo are, byte for byte, those that were recorded. `python tests/test_zoo_plans.py` records them."""
 
 from __future__ import annotations
 
