@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+import running
 from kvferry.check import canary
 from kvferry.check.cards import Engine, ask_all, check_engines
 from kvferry.cli import app
@@ -29,6 +30,7 @@ from kvferry.fleet.server import free_port
 from kvferry.models import Side, load_model, manifests
 from kvferry.session import Card, Hello, Keys, Listener, Welcome, Words, from_params, own_keys, read_keys
 from kvferry.session.wire import ask
+from kvferry.transport import NixlOptions
 from running import Running, launch, served
 from transport_suite import until
 
@@ -77,6 +79,15 @@ def test_a_pair_is_asked_compared_planned_proved_and_read_from(engines):
     assert (blocks["what"], blocks["ranks"]) == ("48 tokens", 4)
     assert blocks["bytes"] > 1_000_000
     assert any("shared memory" in path for path in blocks["paths"])
+
+
+def test_an_engine_on_loopback_whose_ucx_may_use_tcp_is_read_from(engines, monkeypatch):
+    monkeypatch.setattr(running, "LOOPBACK", NixlOptions(ucx={"UCX_TLS": "tcp,sm,self"}))
+    there = engines("prefill", "llama-3.1-8b", "tp=1", role="producer")
+    here = engines("decode", "llama-3.1-8b", "tp=2", role="consumer")
+    with served(there) as url:
+        code, found = check("--engine", there.address, "--engine", here.address, "--canary", "--through", url)
+    assert (code, found["findings"]) == (0, [])
 
 
 def test_the_canary_gives_its_lease_back(engines):

@@ -177,45 +177,26 @@ class TestBursts:
     def said(self, caplog: pytest.LogCaptureFixture) -> list[str]:
         return [record.getMessage() for record in caplog.records]
 
-    def test_a_few_lines_are_written_as_they_come(self, bursts: Bursts, caplog: pytest.LogCaptureFixture) -> None:
-        for number in range(LINES):
-            bursts.log("request %d is refused", number)
-        bursts.close()
-        assert self.said(caplog) == [f"request {number} is refused" for number in range(LINES)]
-        assert {record.levelno for record in caplog.records} == {logging.ERROR}
-        assert {record.filename for record in caplog.records} == {"test_session_logs.py"}
-
-    def test_the_others_are_counted_by_one_line_when_the_time_is_over(
-        self, bursts: Bursts, now: list[float], caplog: pytest.LogCaptureFixture
+    def test_the_last_line_of_a_burst_says_that_others_are_only_counted(
+        self, bursts: Bursts, caplog: pytest.LogCaptureFixture
     ) -> None:
         for number in range(LINES + 30):
             bursts.log("request %d is refused: 5 %% of %s", number, "it")
-        now[0] += BURST_S - 1
-        bursts.turn()
-        assert len(self.said(caplog)) == LINES
-        now[0] += 1
-        bursts.turn()
-        bursts.turn()
-        *_, last = self.said(caplog)
-        assert last == f"request {LINES + 29} is refused: 5 % of it (and 29 more like this, not written here)"
-        assert len(self.said(caplog)) == LINES + 1
+        *first, last = self.said(caplog)
+        assert first == [f"request {number} is refused: 5 % of it" for number in range(LINES - 1)]
+        assert last == f"request {LINES - 1} is refused: 5 % of it (more lines in the next 10 s are counted, not written)"
+        assert {record.levelno for record in caplog.records} == {logging.ERROR}
+        assert {record.filename for record in caplog.records} == {"test_session_logs.py"}
 
-    def test_one_that_was_held_back_is_written_as_it_is(
-        self, bursts: Bursts, now: list[float], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        for number in range(LINES + 1):
-            bursts.log("request %d is refused", number)
-        bursts.close()
-        assert self.said(caplog)[-1] == f"request {LINES} is refused"
-
-    def test_after_a_burst_lines_are_written_again(
+    def test_the_next_line_after_a_burst_says_how_many_were_not_written(
         self, bursts: Bursts, now: list[float], caplog: pytest.LogCaptureFixture
     ) -> None:
         for number in range(LINES + 2):
             bursts.log("request %d is refused", number)
-        now[0] += BURST_S
+        now[0] += BURST_S - 1
+        bursts.log("one more is refused")
+        assert len(self.said(caplog)) == LINES
+        now[0] += 1
         bursts.log("another is refused")
-        assert self.said(caplog)[LINES:] == [
-            f"request {LINES + 1} is refused (and 1 more like this, not written here)",
-            "another is refused",
-        ]
+        bursts.log("and another")
+        assert self.said(caplog)[LINES:] == ["another is refused (3 lines before this one were not written)", "and another"]

@@ -3,7 +3,7 @@
 Peers, routers and clients choose names that end up in messages. Here, where all records pass, what is not printable is escaped,
 and a line that we broke ourselves goes on indented.
 
-One cause can fail many requests. `Bursts` writes the first lines of a burst, and how many more there were when it is over.
+One cause can fail many requests. `Bursts` writes the first lines of a burst, and then how many more there were.
 """
 
 from __future__ import annotations
@@ -47,35 +47,22 @@ def guard() -> None:
 
 
 class Bursts:
-    """Log lines of one kind, of which a burst writes `LINES` in `BURST_S`. The last one that was held back is written when that
-    time is over, and says how many others were. Used by one thread, which calls `turn` now and then."""
+    """Log lines of one kind, of which `LINES` are written in `BURST_S`. The last of them says that others are only counted, and the
+    next line after that time says how many they were. Used by one thread."""
 
     def __init__(self, logger: logging.Logger, level: int = logging.ERROR, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger, self._level, self._clock = logger, level, clock
         self._began, self._written, self._held = clock(), 0, 0
-        self._last: tuple[str, tuple[object, ...]] = ("", ())
 
     def log(self, message: str, *arguments: object) -> None:
-        self.turn()
         now = self._clock()
         if now - self._began >= BURST_S:
             self._began, self._written = now, 0
-        if self._written < LINES:
-            self._written += 1
-            self._logger.log(self._level, message, *arguments, stacklevel=2)
-        else:
+        if self._written == LINES:
             self._held += 1
-            self._last = message, arguments
-
-    def turn(self) -> None:
-        """Write what was held back, if it is time."""
-        if self._held and self._clock() - self._began >= BURST_S:
-            self.close()
-
-    def close(self) -> None:
-        """Write what was held back."""
-        if not self._held:
             return
-        (message, arguments), others, self._held = self._last, self._held - 1, 0
-        more = f" (and {others} more like this, not written here)" if others else ""
-        self._logger.log(self._level, f"{message}%s", *arguments, more)
+        self._written += 1
+        before = f" ({self._held} lines before this one were not written)" if self._held else ""
+        after = f" (more lines in the next {BURST_S:g} s are counted, not written)" if self._written == LINES else ""
+        self._held = 0
+        self._logger.log(self._level, f"{message}%s%s", *arguments, before, after, stacklevel=2)

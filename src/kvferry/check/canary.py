@@ -39,7 +39,7 @@ from kvferry.session.wire import dial, find
 from kvferry.strategy import Strategies
 from kvferry.strategy.choose import stays_here
 from kvferry.transport import NixlOptions, NixlTransport, Path, State, Storage
-from kvferry.transport.fence import LOOPBACK
+from kvferry.transport.fence import DEVICES, LOOPBACK
 from kvferry.transport.interfaces import address_toward, addresses
 
 PATIENCE_S: Final = 20.0
@@ -60,13 +60,15 @@ class Carried:
 
 
 def options_for(metadata: bytes, address: str) -> NixlOptions:
-    """For reading an end that exported `metadata` and answers at host:port: UCX opens a port here only if it has one there."""
+    """For reading an end that exported `metadata` and answers at host:port: UCX opens a port here only if it has one there. One
+    that is asked over loopback may have its port on any interface."""
     if stays_here(metadata):
         return NixlOptions(timeout_s=PATIENCE_S)
     here = address_toward(split_address(address)[0])
-    if is_loopback(here or LOOPBACK):
-        here = next((found for _, found in addresses() if not is_loopback(found)), LOOPBACK)
-    return NixlOptions(timeout_s=PATIENCE_S, address=here)
+    if not is_loopback(here or LOOPBACK):
+        return NixlOptions(timeout_s=PATIENCE_S, address=here)
+    here = next((found for _, found in addresses() if not is_loopback(found)), LOOPBACK)
+    return NixlOptions(timeout_s=PATIENCE_S, address=here, ucx={DEVICES: "all"})
 
 
 def read_beacons(engine: Engine) -> Carried:

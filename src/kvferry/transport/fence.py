@@ -74,7 +74,7 @@ def fence(address: str, ports: str, said: Mapping[str, str], each: int = 1) -> F
     device = "lo" if loopback else interface_of(address)
     if device:
         settings = {DEVICES: device, **settings}
-    where, taken = settings.get(DEVICES, "all interfaces"), each if settings[RANGE] != "0" else 0
+    where, taken = settings.get(DEVICES, "all").replace("all", "all interfaces"), each if settings[RANGE] != "0" else 0
     if loopback:
         words = (
             f"UCX listens on TCP ports {settings[RANGE]} of {where}, since {TLS}={said[TLS]} lets TCP in: "

@@ -105,8 +105,6 @@ class Prefills:
     ) -> tuple[tuple[Closing, ...], tuple[Lease, ...]]:
         """What consumers said is heard; the leases that end, and those that are new. What they said in the last `unheard_s`
         may still wait to be heard, as after the process was stopped: no lease ends for want of it."""
-        self._streamed.turn()
-        self._lacking.turn()
         for message in messages:
             self._producer.receive(message, now)
         self._renew_siblings(now)
@@ -132,8 +130,6 @@ class Prefills:
         return self._producer.reset()
 
     def close(self) -> None:
-        self._streamed.close()
-        self._lacking.close()
 
     def find(self, message: Seek) -> Reference | None:
         """Beside the engine."""

@@ -375,8 +375,6 @@ class SchedulerHalf:
         """For a step that has been put together, and for some of whose requests it is the `first` one."""
         computed: Mapping[str, int] = step.num_scheduled_tokens
         idle = not computed
-        self._refusals.turn()
-        self._misplaced.turn()
         unheard_s, heard = self._heard()
         closing, opened = self._prefills.turn(heard, self._clock(), unheard_s)
         pending, self._pending = self._pending, Pending()
@@ -533,8 +531,6 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._closing.set()
-        self._refusals.close()
-        self._misplaced.close()
         self._prefills.close()
         if self._seeking is not None:
             self._seeking.close()

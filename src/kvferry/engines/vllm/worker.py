@@ -186,7 +186,6 @@ class WorkerHalf:
         in this step, vLLM is told of the blocks that failed alone. What the scheduler asks for (`loaded`) is left to it while
         it asks, since it hears of this step's results when the next one is under way; after one that computed nothing it may
         not ask."""
-        self._failures.turn()
         sent = self._sent_by(time.monotonic())
         failed, self._refused = self._refused, set()
         received = set(failed)
@@ -280,7 +279,6 @@ class WorkerHalf:
 
     def close(self) -> None:
         self._closing.set()
-        self._failures.close()
         if self._ferry is not None:
             self._ferry.close()
             self._ferry = None
