@@ -47,7 +47,7 @@ def guard() -> None:
 
 
 class Bursts:
-    """Log lines of one kind, of which `LINES` are written in `BURST_S`. The last of them says that others are only counted, and the
+    """Log lines of one kind, of which `LINES` are written in `BURST_S`. The last of them says that others are only counted; the
     next line after that time says how many they were. Used by one thread."""
 
     def __init__(self, logger: logging.Logger, level: int = logging.ERROR, clock: Callable[[], float] = time.monotonic) -> None:

@@ -20,6 +20,8 @@ from kvferry.transport import NixlOptions
 from kvferry.transport.fence import PORTS, TLS, allows_tcp, operators, port_range
 
 Seconds = Annotated[float, Meta(gt=0)]
+NOT_LOADED: Final = {"recompute": "it is recomputed here", "fail": "it fails (kv_load_failure_policy)"}
+"""What becomes of a request that cannot be loaded, by vLLM's policy."""
 RETRY_S: Final = 0.25
 """Between two tries to meet a named peer that is not there yet."""
 

@@ -129,8 +129,6 @@ class Prefills:
         self._siblings.forget()
         return self._producer.reset()
 
-    def close(self) -> None:
-
     def find(self, message: Seek) -> Reference | None:
         """Beside the engine."""
         ours = message.incarnation == self._origin.incarnation

@@ -32,7 +32,7 @@ from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.introducing import introduce
 from kvferry.engines.vllm.media import are_named_by_request
 from kvferry.engines.vllm.nearby import rank_nearby
-from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.options import NOT_LOADED, Options
 from kvferry.engines.vllm.prefills import Answer, Origin, Prefills
 from kvferry.engines.vllm.prompts import digest_of
 from kvferry.engines.vllm.releases import this_release
@@ -273,7 +273,7 @@ class SchedulerHalf:
         decode.counted = True
         self._stats.count("refused")
         self._count_recomputed(tokens)
-        outcome = "it is recomputed here" if self._recompute else "it fails (kv_load_failure_policy)"
+        outcome = NOT_LOADED["recompute" if self._recompute else "fail"]
         self._refusals.log("request %s is not loaded: %s; %s", request.request_id, reason, outcome)
 
     def _count_recomputed(self, tokens: int) -> None:
@@ -531,7 +531,6 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._closing.set()
-        self._prefills.close()
         if self._seeking is not None:
             self._seeking.close()
         if self._courier is not None:

@@ -24,7 +24,7 @@ from kvferry.engines.vllm.firsts import Firsts
 from kvferry.engines.vllm.haste import grace_s
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.nearby import stay_nearby
-from kvferry.engines.vllm.options import RETRY_S, Options
+from kvferry.engines.vllm.options import NOT_LOADED, RETRY_S, Options
 from kvferry.engines.vllm.quay import rings_of
 from kvferry.engines.vllm.releases import this_release
 from kvferry.engines.vllm.stats import FerryStats
@@ -71,6 +71,7 @@ class WorkerHalf:
         self._report = Report()
         self._stats = FerryStats()
         self._failures = Bursts(logger)
+        self._becomes = NOT_LOADED[config.kv_transfer_config.kv_load_failure_policy]
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Declare and register every storage; raises where something in it cannot be moved."""
@@ -206,7 +207,9 @@ class WorkerHalf:
             if load is None:
                 received.add(outcome.request)
             if outcome.error:
-                self._failures.log("request %s was not loaded on %s: %s", outcome.request, self._rank, outcome.error)
+                self._failures.log(
+                    "request %s was not loaded on %s: %s; %s", outcome.request, self._rank, outcome.error, self._becomes
+                )
                 if load is not None and load.is_pledged:
                     raise SessionError(
                         f"request {outcome.request} is computed in this step with blocks that its producer had pledged, and "
