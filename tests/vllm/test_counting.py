@@ -93,7 +93,7 @@ def test_every_request_is_found_in_the_metrics_of_both_engines() -> None:
     setups = sides(
         "llama", side(blocks=256, role="kv_producer"), side(blocks=128, role="kv_consumer", failure_policy="recompute")
     )
-    with engines(*setups) as (there, here):
+    with logged("its lease expired") as expired, engines(*setups) as (there, here):
         healthy = [[f"cmpl-{n}-0-aaaaaa{n:02}"] for n in range(8)]
         healthy += [[f"{answer}_cmpl-{n}-0-aaaaaa{n:02}" for answer in range(2)] for n in (8, 9)]
         for number, names in enumerate(healthy):
@@ -131,6 +131,7 @@ def test_every_request_is_found_in_the_metrics_of_both_engines() -> None:
         there.idle()
         here.idle()
         at_p, at_d = page(there), page(here)
+    assert sorted(line.split()[1] for line in expired) == ["late:", "refused:"]
     assert at_p == {
         "leases_published": 13,
         "leases_ended{released}": 11,

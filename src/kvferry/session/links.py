@@ -188,4 +188,4 @@ class Links:
             logger.debug("%s: how it is read is not known: %s", peer.meeting.peer, error)
             return
         remedy = f" ({path.remedy})" if path.slow and path.remedy else ""
-        logger.info("%s; carried by %s%s", peer.meeting, path.name, remedy)
+        logger.info("%s: reads are carried by %s%s", peer.meeting.peer, path.name, remedy)

@@ -21,8 +21,9 @@ Who owns what, when:
   forever; `close` is the way out: it ends all connections, and nothing lands after it.
 - The source bytes must stay unchanged until the notification arrives: it is sent after all bytes of its read have been
   seen to arrive. A failed read sends none, even if its bytes land late.
-- A read carries all runs of one request from one source. It fails as a whole, with an `error` that says which peer, how far
-  it came, and what to do. Calls that cannot be carried out raise `TransportError`.
+- A read carries all runs of one request from one source. It fails as a whole, with an `error` that says which peer, why,
+  and how far it came; it is then released until its destination is safe. Calls that cannot be carried out raise
+  `TransportError`.
 - A peer that dies or stops fails the reads from it within `timeout_s` without visible progress; other peers are not
   affected. `forget` drops it, fails its reads and voids what was prepared for it; afterwards it can connect again.
 - A name is unique to one start of one transport: a restarted peer is another peer.

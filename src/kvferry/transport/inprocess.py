@@ -264,8 +264,7 @@ class InProcessTransport:
         if read.state is not State.RUNNING:
             return
         read.state, read.ended_at, read.safe = State.FAILED, self._clock(), safe
-        advice = "release the read until its destination is safe, then forget the peer and connect again"
-        read.error = f"peer {read.peer}: {reason}; {read.landed} of {read.total} runs had arrived; {advice}"
+        read.error = f"peer {read.peer}: {reason}; {read.landed} of {read.total} runs had arrived"
 
     def telemetry(self, read: Read) -> Telemetry:
         mine = _own(read)

@@ -393,8 +393,7 @@ class NixlTransport:
         complaint = log.drain() if log is not None else ""
         if complaint:
             reason = f"{reason} (UCX: {complaint})"
-        advice = "release the read until its destination is safe, then forget the peer and connect again"
-        read.error = f"peer {read.peer}: {reason}; {len(read.landed)} of {read.total} windows had arrived; {advice}"
+        read.error = f"peer {read.peer}: {reason}; {len(read.landed)} of {read.total} windows had arrived"
 
     def telemetry(self, read: Read) -> Telemetry:
         mine = _own(read)

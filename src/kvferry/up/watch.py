@@ -23,7 +23,7 @@ STAGES: Final = (
     ("KV cache size", "allocating the cache"),
     ("Capturing CUDA graphs", "capturing CUDA graphs"),
     ("Creating v1 connector", "registering the cache"),
-    ("answers consumers at", "cache registered"),
+    ("answers decode engines at", "cache registered"),
     ("Starting vLLM server", "opening its port"),
 )
 """What vLLM and KVFerry write on the way up, in that order, and what it means."""

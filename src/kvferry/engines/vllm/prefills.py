@@ -76,7 +76,7 @@ class Prefills:
         self._under_way: dict[str, _Prefill] = {}
         self._headless: OrderedDict[str, None] = OrderedDict()
         self._full = False
-        self._streamed, self._lacking = Bursts(logger), Bursts(logger)
+        self._streamed, self._lacking, self._unclaimed = Bursts(logger), Bursts(logger), Bursts(logger, logging.WARNING)
 
     def arrive(self, request: Any) -> None:
         """N-1 tokens and one step, for every model: the consumer computes the last token itself."""
@@ -113,6 +113,12 @@ class Prefills:
         for end in closing:
             if end.ending is not Ending.ABORTED:
                 self._stats.count(end.ending.value)
+            if end.ending is Ending.EXPIRED:
+                self._unclaimed.log(
+                    "request %s: its lease expired, and no decode engine had given it back. If all expire: the router must "
+                    "pass kv_transfer_params on, the decode engine must run KVFerry, and both sides need the same key_file",
+                    end.request,
+                )
             self._siblings.ended(end.lease)
         return closing, self._producer.take_opened()
 

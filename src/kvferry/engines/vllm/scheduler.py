@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from kvferry import __version__
 from kvferry.engines.vllm.cargo import Orders, Pending, RankCard, Report
 from kvferry.engines.vllm.decodes import Decode, References, Stage
 from kvferry.engines.vllm.doubts import Doubts
@@ -161,8 +162,10 @@ class SchedulerHalf:
                 self._engine, self._incarnation, self._options.lease_s, self._cards, role=self._role, grace_s=self._grace_s
             )
             self._listener.welcome(welcome, self._prefills.find)
-            asking = "consumers" if self._produces else "whoever checks it"
-            logger.info("%s answers %s at %s", self._engine, asking, self._address)
+            asking = "decode engines" if self._produces else "kvferry check"
+            logger.info("KVFerry %s answers %s at %s (engine %s)", __version__, asking, self._address, self._engine)
+        else:
+            logger.info("KVFerry %s loads what prefill engines hand over (engine %s)", __version__, self._engine)
         if self._courier is None:
             return
         for address in self._options.peers:
@@ -274,7 +277,7 @@ class SchedulerHalf:
         self._stats.count("refused")
         self._count_recomputed(tokens)
         outcome = NOT_LOADED["recompute" if self._recompute else "fail"]
-        self._refusals.log("request %s is not loaded: %s; %s", request.request_id, reason, outcome)
+        self._refusals.log("request %s is not loaded: %s; %s", request.request_id, _in_a_line(reason), outcome)
 
     def _count_recomputed(self, tokens: int) -> None:
         if self._recompute:
@@ -550,3 +553,10 @@ def _say_what_leases_may_hold(most: float, blocks: int) -> None:
         most,
         blocks,
     )
+
+
+def _in_a_line(reason: str) -> str:
+    """Of several mismatches the first: all were logged when the engines met."""
+    head, *found = reason.split("\n")
+    more = f" (and {len(found) - 1} more: see the line that begins with `nothing can be read from`)" if len(found) > 1 else ""
+    return f"{head} {found[0].strip()}{more}" if found else head
