@@ -76,9 +76,12 @@ def logged(words: str) -> Iterator[list[str]]:
     handler.emit = lambda record: found.append(record.getMessage()) if words in record.getMessage() else None  # type: ignore[method-assign]
     logger = logging.getLogger("kvferry.vllm")
     logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
     try:
         yield found
     finally:
+        logger.setLevel(level)
         logger.removeHandler(handler)
 
 
