@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 from kvferry.errors import SideError
@@ -191,6 +192,11 @@ def read_command(text: str) -> Flags:
     troubles: list[Finding] = []
     loose: list[str] = []
     before, words = _parted(words)
+    if any(
+        (word == "serve" and first.endswith("vllm")) or (word.endswith("api_server") and first == "-m")
+        for first, word in pairwise(words)
+    ):
+        raise SideError("more than one engine is started there: give each side one `vllm serve` command, in a file of its own")
     unread = [word.partition("=")[0] for word in before if _is_flag(word) and word != "-m"]
     for name, said in _pairs(words, loose):
         _take(name, said, values, troubles, unread)

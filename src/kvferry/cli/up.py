@@ -38,6 +38,7 @@ FRAME_S: Final = 0.25
 SETTLE_S: Final = 5.0
 TOKENS: Final = 24
 LAST: Final = "Ctrl-C ends all of it"
+ROUTER: Final = (sys.executable, "-m", "vllm_router.launch_router")
 
 
 def up_command(
@@ -101,7 +102,7 @@ def up_command(
                 fleet = on_this_machine(wanted, ports)
                 commands = fleet.commands()
                 gate = (f"--prometheus-port={free_port()}", *more)
-                harbour.begin(commands, router((sys.executable, "-m", "vllm_router.launch_router"), commands, entry, gate))
+                harbour.begin(commands, router(ROUTER, commands, entry, gate))
                 notes = (f"OpenAI-compatible at {entry.url}/v1", curl(entry.url, wanted.served), check(fleet), LAST)
                 if _attend(harbour, wish, f"kvferry up: {wanted.served}", notes, not ask) and ask:
                     _answer(harbour, wish, wanted, entry.url, ask, tokens)
@@ -113,12 +114,15 @@ def up_command(
 def _printed(wanted: Wanted, hosts: Mapping[Role, str], host: str, port: int, first_port: int, more: Sequence[str]) -> str:
     if hosts:
         fleet, entry = on_two_machines(wanted, hosts, first_port), Place(WILDCARD, hosts[Role.DECODE], port)
+        python: str = "python3"
+        starting: tuple[str, ...] = ("vllm-router",)
     else:
         ports = [first_port + i for i in range(PORTS_EACH * len(wanted.engines))]
         fleet, entry = on_this_machine(wanted, ports), Place(host, _reached(host), port)
+        python, starting = sys.executable, ROUTER
     commands = fleet.commands()
-    first = [f"python3 -m kvferry.up.tiny {wanted.model}"] if wanted.tiny else []
-    return script([*commands, router(("vllm-router",), commands, entry, more)], fleet.key_file, wanted.served, first)
+    first = [f"{python} -m kvferry.up.tiny {wanted.model}"] if wanted.tiny else []
+    return script([*commands, router(starting, commands, entry, more)], fleet.key_file, wanted.served, first)
 
 
 def _reached(host: str) -> str:
