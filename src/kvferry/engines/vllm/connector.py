@@ -24,7 +24,7 @@ from kvferry.engines.vllm.releases import hit_source, this_release
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.tables import only_states_lag
-from kvferry.engines.vllm.warming import ready_to_answer, warm_up
+from kvferry.engines.vllm.warming import warm_up
 from kvferry.engines.vllm.worker import WorkerHalf
 from kvferry.errors import SessionError
 
@@ -197,8 +197,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> FerryMetrics:
-        """vLLM asks for these where an API server starts."""
-        ready_to_answer()
         return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
