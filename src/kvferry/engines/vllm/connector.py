@@ -161,12 +161,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        zeroed = scheduler_output.new_block_ids_to_zero
-        overwritten = self.scheduler.overwritten() if zeroed else ()
-        if overwritten:
-            scheduler_output.new_block_ids_to_zero = [block for block in zeroed if block not in overwritten] or None
-        first = (request.req_id for request in scheduler_output.scheduled_new_reqs)
-        return self.scheduler.orders(scheduler_output, first)
+        return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM takes up what has been loaded after this, also what was not when the step ended that this is the output of."""
