@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from kvferry.errors import SessionError
 from kvferry.session import Meeting
 from session_dock import PATIENCE_S, Dock, case, dock
 from test_session_ferry import ENOUGH, _Slow, errors, nothing_left
@@ -96,4 +100,43 @@ def test_a_load_in_its_step_from_a_producer_that_was_handed_in_with_it_is_made()
     ferry.settle(["r"], PATIENCE_S)
     assert errors(ferry.outcomes()) == [""]
     assert made.differing() == []
+    nothing_left(made)
+
+
+class Taking:
+    """A lock that another thread keeps for so long each time, by the clock of the test; or a turn that takes so long."""
+
+    def __init__(self, made: Dock, before_s: float, within_s: float) -> None:
+        self._clock, self._before_s, self._within_s = made.clock, before_s, within_s
+
+    def __enter__(self) -> None:
+        self._clock.now += self._before_s
+
+    def __exit__(self, *found: Any) -> None:
+        self._clock.now += self._within_s
+
+
+def test_a_step_is_not_given_up_because_another_thread_had_the_turn(monkeypatch):
+    made, slow = docked()
+    (ferry,) = made.ferries
+    ferry.load(made.load(made.lease("r"), "r", in_step=True))
+    slow.go()
+    monkeypatch.setattr(ferry, "_turn", Taking(made, before_s=10 * PATIENCE_S, within_s=0.0))
+    ferry.settle(["r"], PATIENCE_S)
+    monkeypatch.undo()
+    assert errors(ferry.outcomes()) == [""]
+    nothing_left(made)
+
+
+def test_copies_that_never_end_are_told_of(monkeypatch):
+    made, slow = docked()
+    (ferry,) = made.ferries
+    ferry.load(made.load(made.lease("r"), "r", in_step=True))
+    monkeypatch.setattr(ferry, "_turn", Taking(made, before_s=0.0, within_s=PATIENCE_S))
+    with pytest.raises(SessionError, match="copies of r have not ended in"):
+        ferry.settle(["r"], PATIENCE_S)
+    monkeypatch.undo()
+    slow.go()
+    ferry.settle(["r"], PATIENCE_S)
+    assert errors(ferry.outcomes()) == [""]
     nothing_left(made)

@@ -140,10 +140,11 @@ class Ferry:
 
     def settle(self, requests: Collection[str], limit_s: float) -> None:
         """Wait until the loads of these requests, which were made in a step, are over. Raises SessionError if they are not in
-        such a time: whatever copies them is stuck."""
-        deadline = self._clock() + limit_s
+        such a time: whatever copies them is stuck. Time in which the ferry's thread has the turn does not count."""
+        left_s = limit_s
         while True:
             with self._turn:
+                since = self._clock()
                 waited_for = [crossing for crossing in self._passage.under_way if crossing.load.request in requests]
                 self._passage.check_together(waited_for)
                 for crossing in waited_for:
@@ -151,10 +152,11 @@ class Ferry:
             if not waited_for:
                 self._unsettled = False
                 return
-            if self._clock() > deadline:
+            if left_s < 0:
                 said = ", ".join(plain(crossing.load.request) for crossing in waited_for[:3])
                 raise SessionError(f"copies of {said} have not ended in {limit_s:g} s, and a step waits for them")
             time.sleep(_SETTLING_S)
+            left_s -= self._clock() - since
 
     def _begun(self, loads: Sequence[Load]) -> Sequence[Load]:
         """Those that could not begin here and now, as loads out of mapped memory do; none does before anything that was handed
