@@ -199,7 +199,6 @@ def dock(
     warm: bool = True,
     mapped: bool = False,
     mover: Callable[[], HostMover] = HostMover,
-    grace_s: float = 0.0,
 ) -> Dock:
     """`faults` are those of every consumer rank's first, second, ... read over the transport, but for those that warm its
     connections up where that has happened already; it carries nothing if all memory is `mapped`."""
@@ -210,7 +209,7 @@ def dock(
     for manifest in consumers:
         buffers = world.consumers[place(manifest.identity.rank)].buffers
         placed.append(at_addresses(manifest, [b.ctypes.data for b in buffers]))
-    welcome = Welcome("P", "1", 60.0, tuple(berth.card for berth in there), grace_s=grace_s)
+    welcome = Welcome("P", "1", 60.0, tuple(berth.card for berth in there))
     meeting = meet(PeerKey("127.0.0.1:7000", "P", "1"), welcome, placed)
     out = Dock(of, world, harbour, clock, Producer("1", slots, 60.0), there, meeting, [], [], [], placed)
     for ordinal, manifest in enumerate(placed):

@@ -45,11 +45,13 @@ from recorded import first_release
 from transport_suite import until
 
 FOLDER = Path(__file__).parent / "recorded"
-RECORDED = sorted(FOLDER.glob("*.json"))
+RECORDED = sorted(FOLDER.glob("[0-9]-*.json"))
 PATIENCE_S = 20.0
 LEASE = Lease(1, (1 << 62) + 5)
 OTHER = Lease(0, 7)
 HELLO = Hello("consumer", "d1")
+NOT_REPEATED = ("versions", "grace_s")
+"""What this release says otherwise, or no more."""
 
 each = pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 
@@ -89,7 +91,7 @@ def spoken(monkeypatch) -> Any:
 
 
 def test_there_are_recordings_of_the_first_release_and_of_this_one():
-    assert [path.stem for path in RECORDED][:2] == ["1-version-alone", "2-with-versions"]
+    assert [path.stem for path in RECORDED] == ["1-version-alone", "2-with-versions", "3-without-grace"]
 
 
 @each
@@ -110,8 +112,8 @@ def test_what_a_consumer_of_an_earlier_release_says_is_answered_and_heard(path, 
                 assert end.poll(PATIENCE_S * 1000)
                 answer = end.recv()
                 then, now = tree(raw(said["producer"])), tree(answer)
-                assert {name: now.get(name) for name in then if name != "versions"} == {
-                    name: value for name, value in then.items() if name != "versions"
+                assert {name: now.get(name) for name in then if name not in NOT_REPEATED} == {
+                    name: value for name, value in then.items() if name not in NOT_REPEATED
                 }
                 assert now.get("versions", [1, 1])[0] == 1
                 assert unpack_reply(answer) == unpack_reply(raw(said["producer"]))
@@ -157,7 +159,7 @@ def test_what_a_producer_of_an_earlier_release_answers_is_understood(path, answe
     address = answering(keys.first, replies)
     welcome = ask(address, HELLO, keys, PATIENCE_S)
     assert (welcome.engine, welcome.incarnation, welcome.lease_s, welcome.version) == ("producer", "p1", 60.0, 1)
-    assert (welcome.role, welcome.grace_s, welcome.cards[0].beacon) == ("both", 0.25, -5)
+    assert (welcome.role, welcome.cards[0].beacon) == ("both", -5)
     assert welcome.cards[0].caches.groups
     reference = reference_of(found, keys)
     assert seek(address, Seek("p1", LEASE, reference.digest), keys, PATIENCE_S) == reference
@@ -201,6 +203,13 @@ def test_what_this_release_says_is_understood_by_the_first():
     assert found.version == 1
     assert found.cards[0].caches == welcome.cards[0].caches
     assert msgspec.msgpack.decode(pack(Refusal("no")), type=first_release.Reply) == first_release.Refusal("no")
+
+
+@each
+def test_an_earlier_consumer_relies_on_no_block_after_its_lease_has_ended(path):
+    """Earlier producers said for how long they left blocks alone; to earlier consumers nothing said is no time at all."""
+    welcome = unpack_reply(raw(recorded(path)["welcome"]))
+    assert msgspec.msgpack.decode(pack(welcome), type=first_release.Reply).grace_s == 0
 
 
 def test_greetings_of_either_side_say_which_versions_are_spoken():

@@ -92,7 +92,7 @@ def test_a_block_that_the_producer_names_for_two_places_is_refused(made, blocks,
     src = list(range(blocks))
     src[at - 1] = src[at]
     asked = Request(4 * blocks, {0: made(src)}, {0: list(range(blocks))})
-    for use in (binder().bind, binder().load, lambda request: binder().insist_on_source(request.tokens, request.src)):
+    for use in (binder().bind, binder().load):
         with pytest.raises(BindError, match=f"the producer's block table of group 0 names block {at} twice"):
             use(asked)
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvferry.session import Ferry, Outcome, Words
-from kvferry.strategy import HostMover
 from kvferry.transport.faults import Delay
 from session_dock import PATIENCE_S, Dock, case, dock
 from transport_suite import until
@@ -101,15 +100,13 @@ def test_a_load_that_the_thread_had_in_its_hands_when_it_ended_fails_too(monkeyp
 
 
 def test_later_loads_fail_at_once_in_their_step_and_beside_it(monkeypatch):
-    made = dock(case(False, 1, 1), mapped=True, grace_s=0.25)
+    made = dock(case(False, 1, 1), mapped=True)
     (ferry,) = made.ferries
     monkeypatch.setattr(ferry._transport, "notifications", raising(Broken()))
     made.clock.now += 1
     ended(ferry)
     lease = made.lease()
-    load = made.load(lease, "in its step", in_step=True)
-    assert ferry.pledge(made.peer, lease, load.tokens, load.src) is None
-    ferry.load(load, made.load(lease, "beside it"))
+    ferry.load(made.load(lease, "in its step", in_step=True), made.load(lease, "beside it"))
     ferry.settle(["in its step"], PATIENCE_S)
     found = {outcome.request: outcome.error for outcome in ferry.outcomes()}
     assert sorted(found) == ["beside it", "in its step"]
@@ -118,44 +115,6 @@ def test_later_loads_fail_at_once_in_their_step_and_beside_it(monkeypatch):
     ferry.forget(made.peer)
     assert not ferry.meets
     assert ferry.outcomes() == []
-
-
-def test_a_load_that_its_producer_pledged_for_ends_well_though_the_thread_ended(monkeypatch):
-    """The step that computes with it cannot do without."""
-    late = HostMover()
-    made = dock(case(False, 1, 1), mapped=True, grace_s=0.25, mover=lambda: late)
-    (ferry,) = made.ferries
-    lease = made.lease()
-    load = made.load(lease, "r")
-    pledged = ferry.pledge(made.peer, lease, load.tokens, load.src)
-    assert pledged is not None
-    monkeypatch.setattr(ferry, "_turn", Ending(ferry._turn))
-    ended(ferry)
-    ferry.load(made.load(lease, "r", in_step=True, pledged=pledged))
-    ferry.settle(["r"], PATIENCE_S)
-    assert {outcome.request: outcome.error for outcome in ferry.outcomes()} == {"r": ""}
-    assert made.differing() == []
-    ferry.load(made.load(lease, "later"))
-    assert "the load thread of rank 0 has ended" in said(ferry, 1)["later"]
-
-
-class Ending:
-    """A lock that ends the load thread when it wants its first turn."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner, self._first = inner, True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __enter__(self) -> None:
-        if self._first:
-            self._first = False
-            raise Broken
-        self._inner.__enter__()
-
-    def __exit__(self, *found: Any) -> None:
-        self._inner.__exit__(*found)
 
 
 def test_a_thread_whose_log_fails_too_is_seen_to_end(monkeypatch):

@@ -435,7 +435,7 @@ def test_device_memory_of_a_peer_that_was_alive_a_moment_ago_is_read_though_it_d
     if seen == "read":
         assert finish(made.target, made.target.read(prepared, made.tiles)) is State.DONE
     else:
-        assert made.target.peek(name, made.plan.sources[0].regions[0], 0, 1) is not None
+        assert made.target._mapped.peek(name, made.plan.sources[0].regions[0], 0, 1) is not None
     ours.memory = memory
     for window in ours.windows:
         window.alive = False
@@ -451,20 +451,18 @@ def test_mapped_host_memory_of_a_peer_that_lives_can_be_peeked_at():
     theirs, ours = FakeMover(), FakeMover()
     made = pair([theirs], [ours])
     region, memory = made.plan.sources[0].regions[0], made.made.sources[0].buffers[0]
-    assert made.target.peek(made.source.name, region, 0, 1) is None
     name = made.connect()
-    assert made.target.peek(name, region, 3, 8) == memory[3:11].tobytes()
+    assert made.target._mapped.peek(name, region, 3, 8) == memory[3:11].tobytes()
     memory[3] += 1
-    assert made.target.peek(name, region, 3, 8) == memory[3:11].tobytes()
-    assert made.target.peek(name, msgspec.structs.replace(region, memory="vram"), 3, 8) is None
-    for offset, length in ((-1, 8), (region.length - 7, 8)):
+    assert made.target._mapped.peek(name, region, 3, 8) == memory[3:11].tobytes()
+    device = msgspec.structs.replace(region, memory="vram")
+    for where, offset, length in ((region, -1, 8), (region, region.length - 7, 8), (device, 3, 8)):
         with pytest.raises(TransportError, match="cannot be seen"):
-            made.target.peek(name, region, offset, length)
+            made.target._mapped.peek(name, where, offset, length)
     for window in ours.windows:
         window.alive = False
     with pytest.raises(PeerGoneError):
-        made.target.peek(name, region, 3, 8)
-    assert pair(None, None).target.peek(name, region, 0, 1) is None
+        made.target._mapped.peek(name, region, 3, 8)
 
 
 def test_closing_waits_for_copies_and_leaves_nothing_mapped():

@@ -69,7 +69,7 @@ def _welcome() -> Welcome:
     storages = (StorageEntry(1 << 30, 1 << 20, "dram", 0),)
     metadata = Metadata("nixl", "p.0#1", HOST, storages, b"blob", more=msgspec.msgpack.encode(offer))
     card = Card(CACHES, Words(2, CACHES.identity).manifest, encode_metadata(metadata), -5)
-    return Welcome("producer", "p1", 60.0, (card,), role="both", grace_s=0.25)
+    return Welcome("producer", "p1", 60.0, (card,), role="both")
 
 
 def _conversation(sent: list[Request], welcome: Welcome) -> list[dict[str, str]]:

@@ -66,7 +66,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What any thread may read counts as quick here: nothing is timed."""
     from kvferry.engines.vllm.haste import Haste
-    from kvferry.fleet.patches import stands_as_read
     from kvferry.session.links import Links
 
     connect, saw = Links.connect, Haste.saw
@@ -77,7 +76,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return link
 
     monkeypatch.setattr(Links, "connect", anywhere)
-    monkeypatch.setattr(Links, "stands", stands_as_read)
     monkeypatch.setattr(Haste, "saw", lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6))
 
 

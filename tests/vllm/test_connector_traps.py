@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import os
@@ -22,12 +21,10 @@ import torch
 from byte_crossing import HOLE
 from engine import Setup, as_rank, engine_args, workers
 from served import Engine, engines, load, loaded, side, sides
-from starlette.responses import StreamingResponse
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole, supports_hma
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -398,35 +395,6 @@ class TestRefusedReferences:
         finally:
             sys.setswitchinterval(usual)
         assert seen == [ready]
-
-    def test_an_api_server_has_loaded_at_its_start_what_its_first_streamed_answer_needs(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """vLLM asks for a connector's metrics in every API server, in the loop that will answer; elsewhere there is none.
-        Starlette imports it with an answer that a server such as uvicorn sends."""
-        loaded: dict[str, Any] = {}
-        monkeypatch.setattr("anyio._core._eventloop.loaded_backends", loaded)
-        monkeypatch.setattr(KVConnectorProm, "_counter_cls", lambda *_, **__: SimpleNamespace(labels=lambda *_: None))
-        with engine_args(Setup("llama", engine="D")) as args:
-            config = EngineArgs(**args).create_engine_config()
-
-        async def start() -> None:
-            KVConnectorProm(config, ["engine"], {0: ["0"]})
-
-        async def answer() -> None:
-            async def silent(*_: Any) -> Any:
-                return {"type": "http.disconnect"}
-
-            await StreamingResponse(iter([b"token"]))({"type": "http", "asgi": {"spec_version": "2.3"}}, silent, silent)
-
-        KVConnectorProm(config, ["engine"], {0: ["0"]})
-        assert not loaded
-        asyncio.run(answer())
-        needed = dict(loaded)
-        assert needed
-        loaded.clear()
-        asyncio.run(start())
-        assert loaded == needed
 
     def test_an_engine_that_only_consumes_answers_who_checks_it_where_it_is_given_a_port(self) -> None:
         """It still prefills for nobody; and both engines say what they are, and show their beacons."""

@@ -779,10 +779,13 @@ def test_requests_that_compete_for_blocks_are_preempted_and_exact(fleet: Fleet, 
     all_given_back(consumer)
 
 
-@pytest.mark.parametrize("model", ["nemotron-h", "granite-h-1g"])
-def test_states_that_are_loaded_in_their_step_are_exact(fleet: Fleet, truth: Truth, model: str) -> None:
-    """One after the other, so that each is alone in its step, and all at once."""
-    producer, consumer = fleet.up(ours(fleet, model, "P"), ours(fleet, model, "in step", environment=((IN_STEP, "1"),)))
+@pytest.mark.parametrize("model", ["llama", "nemotron-h", "granite-h-1g"])
+def test_attention_is_loaded_in_its_step_and_states_beside_it_and_no_load_that_fails_ends_an_engine(
+    fleet: Fleet, truth: Truth, model: str
+) -> None:
+    """One after the other, so that each is alone in its step, and all at once; then a reference whose lease has ended."""
+    hasty = ours(fleet, model, "in step", policy="fail", environment=((IN_STEP, "1"),))
+    producer, consumer = fleet.up(ours(fleet, model, "P"), hasty)
     prompts = [prompt(length, 80 + length) for length in (17, 64, 65, 211, 300, 500)]
     wanted = [truth.of(producer, tokens) for tokens in prompts]
     assert_crosses(producer, consumer, truth)
@@ -793,7 +796,14 @@ def test_states_that_are_loaded_in_their_step_are_exact(fleet: Fleet, truth: Tru
         assert_right(got.decode, right)
     seen = assert_loads(consumer, before, loaded=2 * len(prompts))
     assert seen.tokens == 2 * sum(len(tokens) - 1 for tokens in prompts)
-    assert seen.in_step >= len(prompts)
+    assert seen.in_step >= len(prompts) if model == "llama" else not seen.in_step
+    params = reference(producer, prompts[-1])
+    assert legs.decode(consumer, prompts[-1], params).good
+    all_given_back(producer)
+    before = meter(consumer)
+    assert not legs.decode(consumer, prompts[-1], params).good
+    assert_loads(consumer, before, failed=1)
+    assert_crosses(producer, consumer, truth)
     all_given_back(producer)
     all_given_back(consumer)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,17 +21,13 @@ from kvferry.engines.vllm import haste
 from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.haste import (
     FEW,
-    FIRST_STEPS,
-    GRACE_S,
     LOAD_S,
     LOADS_A_STEP,
     LOADS_BESIDE,
     SHORT_S,
     Haste,
-    grace_s,
     looks_ahead,
     may_hurry,
-    may_pledge,
 )
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.errors import SessionError
@@ -166,6 +161,25 @@ class TestInAStep:
             there.step_until(lambda: not there.scheduler.requests)
             arrival = load(there, here, "next", PROMPT, prefilled(there, "next", PROMPT))
             assert arrival.differences() == []
+
+    def test_a_request_whose_load_is_lost_in_its_step_fails_and_the_others_go_on(self) -> None:
+        with engines(*sides("llama", side(), side(ahead=True, prefix_caching=True))) as (there, here):
+            acquainted(there, here)
+            params = {name: prefilled(there, name, prompt(seed)) for seed, name in ((2, "lost"), (3, "r"))}
+            killed(there, params["lost"])
+            for seed, name in ((2, "lost"), (3, "r")):
+                here.scheduler.add_request(here.request(name, prompt(seed), params[name], max_tokens=8))
+            one = here.begin()
+            assert one[0].num_scheduled_tokens == {"lost": 1, "r": 1}
+            two = here.begin()
+            here.end(*one)
+            assert here.outputs["lost"].finish_reason is FinishReason.ERROR
+            here.end(*two)
+            here.step_until(lambda: not here.scheduler.requests)
+            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
+            assert here.outputs["lost"].new_token_ids == []
+            there.step_until(lambda: not there.scheduler.requests)
+            assert (there.held, here.held) == (0, 0)
 
     def test_a_request_that_shares_what_failed_to_load_fails_too(self) -> None:
         with engines(*sides("llama", side(), side(prefix_caching=True))) as (there, here):
@@ -301,7 +315,6 @@ class TestInAStep:
     ) -> None:
         monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
         monkeypatch.setattr(haste, "LOAD_S", 1e9)
-        monkeypatch.setattr(haste, "FEW", 5)
         with engines(*sides("llama", side(), side())) as (there, here):
             acquainted(there, here)
             names = [f"r{i}" for i in range(5)]
@@ -316,19 +329,6 @@ class TestInAStep:
             there.step_until(lambda: not there.scheduler.requests)
             assert there.counted["released"] == len(names) + 1
 
-    def test_while_a_crowd_comes_in_none_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(haste, "FEW", 3)
-        with engines(*sides("llama", side(), side())) as (there, here):
-            acquainted(there, here)
-            for i, name in enumerate(("r0", "r1", "r2", "r3")):
-                params = prefilled(there, name, prompt(i, 40))
-                here.scheduler.add_request(here.request(name, prompt(i, 40), params))
-            ordered: list[int] = []
-            for _ in range(2):
-                here.step(lambda out: ordered.append(len(out.kv_connector_metadata.loads)))
-            assert ordered == [0, 4]
-            there.step_until(lambda: not there.scheduler.requests)
-
     def test_the_first_tokens_of_many_that_were_loaded_wait_for_no_other_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(haste, "LOADS_A_STEP", 2)
         monkeypatch.setattr(haste, "LOAD_S", 1e9)
@@ -342,7 +342,7 @@ class TestInAStep:
             ordered: list[int] = []
             for _ in range(5):
                 here.step(lambda out: ordered.append(len(out.kv_connector_metadata.loads)))
-            assert ordered == [0, 2, 0, 2, 0]
+            assert ordered == [2, 0, 2, 0, 0]
             here.step_until(lambda: not here.scheduler.requests)
             there.step_until(lambda: not there.scheduler.requests)
             assert (there.held, here.held) == (0, 0)
@@ -403,37 +403,6 @@ STATES = ("nemotron-h", "granite-h-1g", "qwen3-next", "jamba", "lfm2")
 def known(there: Engine, here: Engine) -> None:
     here.scheduler.add_request(here.request("first", PROMPT, prefilled(there, "first", PROMPT)))
     here.step_until(lambda: "first" in here.outputs)
-
-
-def pledged_in_one_step(there: Engine, here: Engine, name: str, tokens: list[int], params: dict[str, Any]) -> Arrival:
-    """Orders are carried out while the step is put together: what should be there is found out after that."""
-    here.scheduler.add_request(here.request(name, tokens, params))
-    arrival = Arrival(there, here)
-
-    def forward(out: Any) -> None:
-        assert out.num_scheduled_tokens[name] == 1
-        here.connectors[0].worker._ferry.settle([name], 5.0)
-        arrival.expect(name, params["kvferry"]["tokens"], 0)
-        table = here.table(name, params["kvferry"]["tokens"])
-        loaded = {block for blocks in table.values() for block in blocks}
-        assert not loaded & set(out.new_block_ids_to_zero or ())
-
-    here.step(forward)
-    return arrival
-
-
-def ends_once_pledged(there: Engine, here: Engine, params: dict[str, Any], late: bool = False) -> None:
-    """`late`: no time is left of what was pledged."""
-    rank = here.connectors[0].worker
-    pledge = rank.pledge
-
-    def pledged(peer: PeerKey, reference: Any) -> float:
-        until = pledge(peer, reference)
-        assert until is not None
-        killed(there, params)
-        return time.monotonic() if late else until
-
-    rank.pledge = pledged
 
 
 def computing(here: Engine) -> tuple[Any, list[Any]]:
@@ -607,7 +576,6 @@ class TestBesideSteps:
 
     def test_requests_whose_loads_ended_together_begin_to_run_a_few_in_a_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(haste, "LOAD_S", 1e9)
-        monkeypatch.setattr(haste, "FEW", 5)
         names = [f"r{i}" for i in range(5)]
         with engines(*sides("llama", side(), side(ahead=True, blocks=90))) as (there, here):
             known(there, here)
@@ -657,107 +625,63 @@ class TestBesideSteps:
             assert here.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0
 
 
-@pytest.mark.usefixtures("_quick", "_nearby")
-class TestPledged:
+@pytest.mark.usefixtures("_quick")
+class TestNeverInAStep:
     @pytest.mark.parametrize("policy", ["fail", "recompute"])
-    @pytest.mark.parametrize("model", STATES)
-    def test_a_model_with_states_is_loaded_and_computed_in_one_step(self, model: str, policy: str) -> None:
+    @pytest.mark.parametrize("model", [*STATES, "gemma3"])
+    def test_a_model_with_states_or_windows_is_loaded_beside_its_step(self, model: str, policy: str) -> None:
+        """Though its producer is known to be quick."""
         with engines(*sides(model, side(tp=2 if model == "nemotron-h" else 1), side(failure_policy=policy))) as (there, here):
+            assert not here.connector.scheduler.can_undo
             known(there, here)
+            there.step_until(lambda: not there.scheduler.requests)
             here.soil(5)
-            tokens, before = prompt(1), here.moved[0]["moved"]
-            arrival = pledged_in_one_step(there, here, "r", tokens, prefilled(there, "r", tokens))
+            tokens = prompt(1)
+            arrival = load(there, here, "r", tokens, prefilled(there, "r", tokens))
+            here.step_until(lambda: "r" not in here.scheduler.requests)
             assert here.outputs["r"].finish_reason is FinishReason.LENGTH
-            assert here.scheduled["r"] == 1
-            assert not [key for key in here.reported["received"] if key[1] == "r"]
             assert arrival.differences() == []
-            assert here.moved[0]["moved"] > before
-            assert (here.counted["loaded"], here.counted["in_step"]) == (2, 1)
+            assert (here.counted["loaded"], here.counted["in_step"]) == (2, 0)
             there.step_until(lambda: not there.scheduler.requests)
             assert (there.held, here.held) == (0, 0)
 
-    def test_a_prompt_that_ends_with_a_block_leaves_the_next_block_to_be_zeroed(self) -> None:
-        with engines(*sides("nemotron-h", side(), side())) as (there, here):
+    @pytest.mark.usefixtures("_nearby")
+    @pytest.mark.parametrize("model", STATES)
+    def test_a_rank_that_has_its_orders_with_the_steps_loads_states_beside_it_too(self, model: str) -> None:
+        with engines(*sides(model, side(), side())) as (there, here):
             known(there, here)
-            tokens = prompt(2, 2 * here.setup.block + 1)
-            here.scheduler.add_request(here.request("r", tokens, prefilled(there, "r", tokens)))
-            zeroed: list[int] = []
-            here.step(lambda out: zeroed.extend(out.new_block_ids_to_zero or ()))
+            here.scheduler.add_request(here.request("r", prompt(1), prefilled(there, "r", prompt(1))))
+            here.step()
+            assert here.scheduled["r"] == 0
+            here.step_until(lambda: "r" in here.outputs)
             assert here.outputs["r"].finish_reason is FinishReason.LENGTH
-            assert len(zeroed) == 1
+            assert (here.counted["loaded"], here.counted["in_step"]) == (2, 0)
+            assert here.moved[0]["moved"] == here.moved[0]["predicted"] > 0
+            there.step_until(lambda: not there.scheduler.requests)
+            assert (there.held, here.held) == (0, 0)
 
-    def test_a_lease_that_ends_while_the_step_is_put_together_costs_nothing(self) -> None:
-        with engines(*sides("nemotron-h", side(), side())) as (there, here):
-            known(there, here)
-            tokens = prompt(3)
-            params = prefilled(there, "r", tokens)
-            ends_once_pledged(there, here, params)
-            arrival = pledged_in_one_step(there, here, "r", tokens, params)
-            assert here.outputs["r"].finish_reason is FinishReason.LENGTH
-            assert arrival.differences() == []
-
-    @pytest.mark.parametrize("model", ["llama", "nemotron-h"])
-    def test_only_engines_of_models_with_states_ask_for_pledges(self, model: str) -> None:
-        setup = replace(sides(model, side(), side())[1], failure_policy="recompute")
-        with engines(setup) as (here,):
-            assert here.connector.scheduler._haste._possible is (model == "nemotron-h")
-
-    def test_a_lease_that_has_ended_is_found_out_before_anything_is_computed(self) -> None:
-        with engines(*sides("nemotron-h", side(), side())) as (there, here):
+    @pytest.mark.usefixtures("_nearby")
+    @pytest.mark.parametrize("policy", ["fail", "recompute"])
+    @pytest.mark.parametrize("model", ["nemotron-h", "granite-h-1g"])
+    def test_a_load_that_fails_fails_or_recomputes_its_request_and_the_engine_goes_on(self, model: str, policy: str) -> None:
+        with engines(*sides(model, side(), side(failure_policy=policy))) as (there, here):
             known(there, here)
             tokens = prompt(4)
             params = prefilled(there, "r", tokens)
             killed(there, params)
             here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
-            here.step_until(lambda: "r" in here.outputs)
-            assert here.outputs["r"].finish_reason is FinishReason.ERROR
-            assert here.scheduled["r"] == 0
+            here.step_until(lambda: "r" in here.outputs and here.outputs["r"].finish_reason is not None)
+            failed = policy == "fail"
+            assert here.outputs["r"].finish_reason is (FinishReason.ERROR if failed else FinishReason.LENGTH)
+            assert here.scheduled["r"] == (0 if failed else len(tokens) + 3)
+            assert here.counted["failed"] == 1
             here.idle()
             assert here.held == 0
-
-    def test_a_pledge_that_was_not_kept_ends_the_engine_rather_than_answer(self) -> None:
-        with engines(*sides("nemotron-h", side(), side())) as (there, here):
-            known(there, here)
-            tokens = prompt(5)
-            params = prefilled(there, "r", tokens)
-            ends_once_pledged(there, here, params, late=True)
-            here.scheduler.add_request(here.request("r", tokens, params, max_tokens=4))
-            with pytest.raises(SessionError, match="cannot fail it alone"):
-                here.step()
-
-    def test_a_producer_leaves_blocks_alone_for_a_while_after_their_lease_has_ended(self) -> None:
-        with engines(*sides("nemotron-h", side(), side())) as (there, here):
-            worker = there.connectors[0].worker
-            worker._grace_s = 1e9
-            known(there, here)
-            there.step_until(lambda: there.counted["released"] == 1)
-            there.idle()
-            assert there.held > 0
-            assert not worker._words.alive
-            worker._sent[0] = (0.0, worker._sent[0][1])
             there.step_until(lambda: not there.scheduler.requests)
-            assert there.held == 0
-
-
-@pytest.mark.parametrize(
-    ("setup", "may"),
-    [
-        (Setup("nemotron-h", engine="D"), True),
-        (Setup("granite-h-1g", engine="D", failure_policy="recompute"), True),
-        (Setup("nemotron-h", engine="D", prefix_caching=True), False),
-        (Setup("nemotron-h", engine="D", pp=2), False),
-        (Setup("gemma3", engine="D"), False),
-    ],
-    ids=["states", "recompute", "found-by-hash", "pipeline", "windows"],
-)
-def test_only_into_blocks_that_are_the_requests_alone(setup: Setup, may: bool) -> None:
-    worker = build(setup)
-    assert may_pledge(worker.vllm_config, worker.kv_cache_config) is may
-
-
-@pytest.mark.parametrize(("model", "grace"), [("nemotron-h", GRACE_S), ("granite-h-1g", GRACE_S), ("llama", 0.0)])
-def test_only_producers_of_models_with_states_give_grace(model: str, grace: float) -> None:
-    assert grace_s(build(Setup(model, engine="P")).kv_cache_config) == grace
+            here.scheduler.add_request(here.request("next", prompt(5), prefilled(there, "next", prompt(5))))
+            here.step_until(lambda: "next" in here.outputs)
+            assert here.outputs["next"].finish_reason is FinishReason.LENGTH
+            assert here.counted["loaded"] == 2
 
 
 @pytest.mark.parametrize(
@@ -818,62 +742,6 @@ class TestHaste:
         assert found.has_enough
         found.new_step()
         assert not found.has_enough
-
-    @pytest.mark.parametrize(("came", "crowd"), [(FEW, False), (FEW + 1, True)])
-    def test_while_many_come_in_a_step_takes_on_none_and_not_for_long(self, came: int, crowd: bool) -> None:
-        found = Haste(True, lambda: 0.0)
-        found.new_step()
-        most = []
-        for _ in range(FIRST_STEPS + 2):
-            for _ in range(came):
-                found.came()
-            taken = 0
-            while not found.has_enough:
-                found.took(PEER, 1, True)
-                taken += 1
-            most.append(taken)
-            found.new_step()
-        assert most == [0 if crowd else LOADS_A_STEP] * FIRST_STEPS + [LOADS_A_STEP] * 2
-        found.new_step()
-        for _ in range(FEW + 1):
-            found.came()
-        assert found.has_enough
-
-    @pytest.mark.parametrize(("possible", "idle"), [(False, False), (True, True)])
-    def test_nobody_waits_for_a_crowd_where_loads_are_never_in_a_step_or_nobody_decodes(
-        self, possible: bool, idle: bool
-    ) -> None:
-        found = Haste(possible)
-        found.new_step(idle)
-        for _ in range(FEW + 1):
-            found.came()
-        assert not found.has_enough
-
-    @pytest.mark.parametrize(("came", "crowd"), [(30, False), (31, True)])
-    def test_beside_a_long_step_more_requests_are_no_crowd(self, came: int, crowd: bool) -> None:
-        now = [0.0]
-        found = Haste(True, lambda: now[0])
-        for _ in range(3):
-            found.new_step()
-            now[0] += 60 * LOAD_S
-        found.new_step()
-        for _ in range(came):
-            found.came()
-        assert found.has_enough == crowd
-
-    def test_crowds_that_come_with_every_other_step_are_not_kept_waiting_for_long(self) -> None:
-        found = Haste(True, ahead=True)
-        waiting, longest = 0, 0
-        for step in range(400):
-            for _ in range(10 if step % 2 == 0 else 0):
-                found.came()
-                waiting += 1
-            while waiting and not found.has_enough:
-                found.took(PEER, 1, True)
-                waiting -= 1
-            found.new_step()
-            longest = max(longest, waiting)
-        assert longest < LOADS_A_STEP
 
     @pytest.mark.parametrize(
         ("ahead", "many", "in_step", "rests"),

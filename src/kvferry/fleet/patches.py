@@ -40,7 +40,8 @@ does."""
 TOLD = "loaded since the last step"
 """What such a rank's log says of it."""
 IN_STEP = "FLEET_IN_STEP"
-"""The variable that has an engine on a CPU load in its steps, as one on a GPU does out of mapped memory."""
+"""The variable that has an engine on a CPU load in its steps, as one on a GPU does out of mapped memory, if vLLM can
+undo that for its model."""
 
 STEP_SECONDS = "FLEET_STEP_SECONDS"
 """The variable that makes each step in which something is computed take so long at least, as on an engine that is busy."""
@@ -149,7 +150,7 @@ def _stay_nearby() -> None:
 
 
 def _load_in_steps() -> None:
-    """Whatever is connected counts as mapped and quick. Words are read to be seen."""
+    """Whatever is connected counts as mapped and quick."""
     from kvferry.engines.vllm.haste import Haste
     from kvferry.session import links
 
@@ -162,27 +163,7 @@ def _load_in_steps() -> None:
         return link
 
     links.Links.connect = anywhere  # type: ignore[method-assign]
-    links.Links.stands = stands_as_read  # type: ignore[method-assign,assignment]
     Haste.saw = lambda self, peer, tokens, seconds: saw(self, peer, tokens, 1e-6)  # type: ignore[method-assign]
-
-
-def stands_as_read(links: Any, link: Any, lease: Any) -> bool:
-    """`Links.stands` where words are not mapped, and must be read to be seen."""
-    from kvferry.session.words import tiles_of_words
-    from kvferry.transport import State
-
-    for first, prepared in link.words:
-        landing = links._landings.popleft()
-        try:
-            links._words.wipe(landing)
-            read = links._transport.read(prepared, tiles_of_words(first, [lease.slot], [landing]))
-            while links._transport.poll(read) is State.RUNNING or not links._transport.release(read):
-                pass
-            if links._words.landed(landing) != lease.generation:
-                return False
-        finally:
-            links._landings.append(landing)
-    return True
 
 
 def _compute_last_tokens_apart() -> None:

@@ -215,14 +215,6 @@ class Binder:
         moved = sum(self._edges[i][level].bytes * len(t.src_block) for (i, level), t in tiles.items())
         return Loading(tiles, self._fill(request, ranges), self._unhashable(ranges), moved)
 
-    def insist_on_source(self, tokens: int, src: Mapping[int, Table]) -> None:
-        """Raises BindError unless a request of so many tokens can be bound whatever the consumer's tables are, if those are in
-        order: the producer has a block for each of them."""
-        for table in self._listed_there(src).values():
-            table.insist(-(-tokens // table.group.tokens) if table.group.tokens else 1)
-            if not table.whole:
-                raise BindError(f"{table.group.table} has places without a block")
-
     def runs(self, request: Request) -> int:
         """How many contiguous runs the copies of a request have before neighbours are merged."""
         return sum(len(self._edges[i][level]) * len(t.src_block) for (i, level), t in self.tiles(request).items())
@@ -262,7 +254,8 @@ class Binder:
 
     def _listed(self, request: Request) -> tuple[dict[int, Listed], dict[int, Listed]]:
         """The tables of the producer and of the consumer, as far as the plan knows their groups."""
-        src = self._listed_there(request.src)
+        src = {g: listed(request.src, group) for g, group in self._src_groups.items()}
+        each_block_once(self._overlay_there, src)
         dst: dict[int, Listed] = {}
         for group in self._known_groups:
             if group.id not in self._loaded_groups and group.id not in request.dst:
@@ -274,11 +267,6 @@ class Binder:
                 )
         each_block_once(self._overlay_here, dst)
         return src, dst
-
-    def _listed_there(self, src: Mapping[int, Table]) -> dict[int, Listed]:
-        out = {g: listed(src, group) for g, group in self._src_groups.items()}
-        each_block_once(self._overlay_there, out)
-        return out
 
     @cached_property
     def _overlay_here(self) -> Overlay:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvferry.manifest.schema import Region
 from kvferry.plan import Binder, Loading, Tiles
 from kvferry.session.consumer import PeerKey
 from kvferry.session.meeting import Meeting
@@ -22,8 +20,7 @@ Filled = Callable[[], bool]
 @dataclass(frozen=True)
 class Load:
     """Bring a request's tokens [start, tokens) and its state from a producer's blocks into ours. `in_step`: the engine computes
-    with them in the step that it is in, and waits for the load's end before it tells of the step's. `pledged`: until when the
-    blocks stay as they are whatever becomes of the lease, by this rank's clock (see `Ferry.pledge`)."""
+    with them in the step that it is in, and waits for the load's end before it tells of the step's."""
 
     request: str
     peer: PeerKey
@@ -33,11 +30,6 @@ class Load:
     src: Tables
     dst: Tables
     in_step: bool = False
-    pledged: float = -math.inf
-
-    @property
-    def is_pledged(self) -> bool:
-        return self.pledged > -math.inf
 
 
 @dataclass(frozen=True)
@@ -62,13 +54,11 @@ class Outcome:
 @dataclass(eq=False)
 class Link:
     """A connection to those ranks of a producer that this one reads: what reads their data and their words, by source of the
-    plan; with words the tile of the first, and `boards`, where they lie if behind each other. `anywhere`: any
-    thread may read over it. `lost` says why it is no longer used."""
+    plan; with words the tile of the first. `anywhere`: any thread may read over it. `lost` says why it is no longer used."""
 
     names: tuple[str, ...]
     data: tuple[Prepared, ...]
     words: tuple[tuple[Mapping[tuple[int, int], Tiles], Prepared], ...]
-    boards: tuple[Region | None, ...]
     anywhere: bool
     lost: str = ""
 
@@ -101,7 +91,7 @@ class Warming:
 @dataclass(eq=False)
 class Crossing:
     """A load under way; without a link until it may depart, with a `filled` while something of it is being filled. Its data has
-    arrived when it is `checking`, and needs no check where that was while it was pledged: it is `sure`."""
+    arrived when it is `checking`."""
 
     load: Load
     peer: Peer
@@ -113,7 +103,6 @@ class Crossing:
     landings: list[int] = field(default_factory=list)
     seen: list[Telemetry] = field(default_factory=list)
     checking: bool = False
-    sure: bool = False
     waits: bool = False
     error: str = ""
 

@@ -22,10 +22,9 @@ from kvferry.plan import Fills
 from kvferry.plan.explain import costs
 from kvferry.session.bell import Bell
 from kvferry.session.consumer import PeerKey
-from kvferry.session.crossing import Crossing, Filled, Load, Outcome, Tables, is_lent
+from kvferry.session.crossing import Crossing, Filled, Load, Outcome, is_lent
 from kvferry.session.meeting import Meeting
 from kvferry.session.passage import Passage
-from kvferry.session.reference import Lease
 from kvferry.session.words import Words
 from kvferry.transport import Transport
 
@@ -35,8 +34,6 @@ _BUSY_S: Final = 0.0005
 """Between two looks at loads that have just moved on: a tenth of a decode step, and less than a short load takes."""
 _LONGEST_S: Final = 0.002
 """Between two looks at loads that take long: a small part of what they take already."""
-_AT_MOST_S: Final = 0.002
-"""How long who asks for a pledge waits for the ferry's turn, which is over in a moment unless something is connected to."""
 _PATIENCE: Final = 4
 """A load is looked at again after this part of the time in which nothing was seen of it."""
 _READ_S: Final = 0.0015
@@ -87,7 +84,7 @@ class Ferry:
         self._commands: deque[Meeting | Load | PeerKey] = deque()
         self._passage = Passage(transport, words, rank, fill, patience_s, clock)
         self._links = self._passage.links
-        self._heard_at = self._pledged = -math.inf
+        self._heard_at = -math.inf
         self._unsettled = self._closed = False
         self._stumbled = self._ended = ""
         self._wake = Bell()
@@ -104,12 +101,11 @@ class Ferry:
 
     def load(self, *loads: Load, meetings: Sequence[Meeting] = ()) -> None:
         """Producers are met first, but for those of which nothing is loaded in this step: what is would wait for that."""
-        if self._ended and not any(load.is_pledged for load in loads):
+        if self._ended:
             self._passage.outcomes.extend(Outcome(load.request, self._ended) for load in loads)
             return
         hurried = [load for load in loads if load.in_step]
         near = {load.peer for load in hurried}
-        self._pledge_until(max((load.pledged for load in hurried), default=-math.inf))
         self._unsettled = self._unsettled or bool(hurried)
         for meeting in (it for it in meetings if it.peer in near):
             self.meet(meeting)
@@ -120,65 +116,15 @@ class Ferry:
         for load in self._begun([load for load in loads if not load.in_step]):
             self._hand_in(load)
 
-    def pledge(self, key: PeerKey, lease: Lease, tokens: int, src: Tables) -> float | None:
-        """Until when the blocks of a lease will be as they are, whatever becomes of it or of its producer. A load in the next
-        step that is made until then cannot fail: its producer's memory is mapped, and nothing is let go of before that step's
-        loads are settled. None where nothing can be pledged."""
-        if self._ended or self.meets or not self._turn.acquire(timeout=_AT_MOST_S):
-            return None
-        try:
-            if not self._keeps_all:
-                self._take_in(())
-                self._depart_at_once()
-            return self._pledge(key, lease, tokens, src)
-        finally:
-            self._turn.release()
-
-    def _pledge(self, key: PeerKey, lease: Lease, tokens: int, src: Tables) -> float | None:
-        peer = self._links.mapped(key)
-        if peer is None or peer.link is None or not peer.meeting.grace_s or not 0 <= lease.slot < peer.slots:
-            return None
-        until = self._clock() + peer.meeting.grace_s
-        try:
-            peer.binder.insist_on_source(tokens, src)
-            if not self._links.stands(peer.link, lease):
-                return None
-        except KVFerryError as error:
-            logger.debug("nothing is pledged of %s: %s", key, error)
-            return None
-        except Exception:
-            logger.exception("nothing is pledged of %s", key)
-            return None
-        self._pledged = max(self._pledged, until)
-        return until
-
     @property
     def meets(self) -> bool:
         """Whether a producer is being met, or about to be: whoever wants the ferry's turn would wait for that."""
         return any(isinstance(command, Meeting) for command in tuple(self._commands))
 
-    def _depart_at_once(self) -> None:
-        """Loads that were handed in beside pledged ones would wait for a moment in which nothing is pledged."""
-        crossings = (crossing for crossing in self._passage.under_way if crossing.link is None and not crossing.error)
-        for several in _convoys([it for it in crossings if self._links.mapped(it.load.peer) is it.peer]):
-            self._passage.depart_together(several)
-
-    @property
-    def _keeps_all(self) -> bool:
-        """Whether loads are pledged: nothing is let go of until they are settled."""
-        return self._clock() < self._pledged
-
-    def _pledge_until(self, until: float) -> None:
-        """What was handed in meanwhile has waited."""
-        self._pledged = until
-        if self._commands:
-            self._wake.set()
-
     def _load_in_step(self, loads: Sequence[Load]) -> None:
         """What is not begun here and now fails: the step does not wait for a connection, nor for a read that may never end."""
         with self._turn:
-            if not self._keeps_all:
-                self._take_in({load.peer for load in loads})
+            self._take_in({load.peer for load in loads})
             self._passage.depart_together([crossing for load in loads if (crossing := self._passage.embark(load)) is not None])
 
     def pace(self, key: PeerKey) -> float | None:
@@ -194,27 +140,28 @@ class Ferry:
 
     def settle(self, requests: Collection[str], limit_s: float) -> None:
         """Wait until the loads of these requests, which were made in a step, are over. Raises SessionError if they are not in
-        such a time: whatever copies them is stuck."""
-        deadline = self._clock() + limit_s
+        such a time: whatever copies them is stuck. Time in which the ferry's thread has the turn does not count."""
+        left_s = limit_s
         while True:
             with self._turn:
+                since = self._clock()
                 waited_for = [crossing for crossing in self._passage.under_way if crossing.load.request in requests]
                 self._passage.check_together(waited_for)
                 for crossing in waited_for:
                     self._passage.move_on(crossing)
             if not waited_for:
                 self._unsettled = False
-                self._pledge_until(-math.inf)
                 return
-            if self._clock() > deadline:
+            if left_s < 0:
                 said = ", ".join(plain(crossing.load.request) for crossing in waited_for[:3])
                 raise SessionError(f"copies of {said} have not ended in {limit_s:g} s, and a step waits for them")
             time.sleep(_SETTLING_S)
+            left_s -= self._clock() - since
 
     def _begun(self, loads: Sequence[Load]) -> Sequence[Load]:
         """Those that could not begin here and now, as loads out of mapped memory do; none does before anything that was handed
-        in earlier, nor beside pledged ones: of a producer that is found dead everything is let go of."""
-        if not loads or self._commands or self._keeps_all or not self._turn.acquire(blocking=False):
+        in earlier."""
+        if not loads or self._commands or not self._turn.acquire(blocking=False):
             return loads
         try:
             left = [load for load in loads if self._links.mapped(load.peer) is None]
@@ -258,7 +205,7 @@ class Ferry:
             return False
         try:
             before = len(self._passage.under_way)
-            lent = [crossing for crossing in self._movable if is_lent(crossing)]
+            lent = [crossing for crossing in self._passage.under_way if is_lent(crossing)]
             self._passage.check_together(lent)
             for crossing in lent:
                 self._passage.move_on(crossing)
@@ -304,8 +251,8 @@ class Ferry:
 
     def _fail_all(self) -> None:
         """Once the thread has ended, which the engine's then stands in for: loads fail as soon as nothing can land in their
-        blocks. Those that are pledged are a step's, and are settled first."""
-        if self._keeps_all or not self._turn.acquire(blocking=False):
+        blocks."""
+        if not self._turn.acquire(blocking=False):
             return
         try:
             if not self._closed:
@@ -357,20 +304,17 @@ class Ferry:
         return _READ_S if self._tended and self._words.alive else _IDLE_S
 
     def step(self) -> None:
-        """Take in what was handed in, and move every load on; also what a producer needs to be read from. While loads are
-        pledged, only these: what else is let go of here they may need."""
+        """Take in what was handed in, and move every load on; also what a producer needs to be read from."""
         with self._turn:
-            if not self._keeps_all:
-                self._step()
-                return
-            for crossing in self._movable:
-                self._passage.move_on(crossing)
-
-    @property
-    def _movable(self) -> list[Crossing]:
-        """The pledged ones, while there are any."""
-        keeps_all = self._keeps_all
-        return [crossing for crossing in self._passage.under_way if crossing.load.is_pledged or not keeps_all]
+            self._take_in(() if self._unsettled else None)
+            self._passage.move_all_on()
+            self._links.look_after(self._passage.under_way)
+            if self._passage.spent:
+                self._passage.sweep()
+            now = self._clock()
+            if now - self._heard_at >= self._listening / 2:
+                self._heard_at = now
+                self._transport.notifications()
 
     def _take_in(self, met: Collection[PeerKey] | None = None) -> None:
         """What was handed in, up to a producer that is not among those to be `met`, if these are given: to connect to one and
@@ -394,17 +338,6 @@ class Ferry:
             self._links.know(command, self._passage.under_way)
         else:
             self._passage.forget(command)
-
-    def _step(self) -> None:
-        self._take_in(() if self._unsettled else None)
-        self._passage.move_all_on()
-        self._links.look_after(self._passage.under_way)
-        if self._passage.spent:
-            self._passage.sweep()
-        now = self._clock()
-        if now - self._heard_at >= self._listening / 2:
-            self._heard_at = now
-            self._transport.notifications()
 
 
 def _convoys(crossings: Sequence[Crossing]) -> list[list[Crossing]]:

@@ -12,15 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvferry.errors import KVFerryError, TransportError
-from kvferry.manifest.schema import Region
 from kvferry.plan import Binder, Request, Tiles
 from kvferry.session.consumer import PeerKey
 from kvferry.session.crossing import Crossing, Link, Peer, Warming, is_one_start
 from kvferry.session.meeting import Meeting
-from kvferry.session.reference import Lease
-from kvferry.session.words import DEAD, WORD, Words, board_of, tiles_of_words, word_in
+from kvferry.session.words import Words, tiles_of_words
 from kvferry.transport import Prepared, State, Transport
-from kvferry.transport.contract import Peeks
 
 logger = logging.getLogger("kvferry.session")
 
@@ -78,17 +75,6 @@ class Links:
         link = peer.link if peer is not None else None
         return peer if link is not None and link.anywhere else None
 
-    def stands(self, link: Link, lease: Lease) -> bool:
-        """Whether a lease's word is there on every rank that is read, as far as it can be seen here and now."""
-        words = [self._word(name, board, lease.slot) for name, board in zip(link.names, link.boards, strict=True)]
-        return all(word == lease.generation for word in words)
-
-    def _word(self, name: str, board: Region | None, slot: int) -> int:
-        if board is None or not isinstance(self._transport, Peeks):
-            return DEAD
-        seen = self._transport.peek(name, board, slot * WORD, WORD)
-        return DEAD if seen is None else word_in(seen)
-
     def lingers(self, key: PeerKey, crossings: Sequence[Crossing]) -> bool:
         """Whether something of a broken connection to the same start of a producer is still under way."""
         broken = (c.load.peer for c in crossings if c.link is not None and c.link.lost and c.reads)
@@ -114,8 +100,7 @@ class Links:
             self._drop(set(names) - {name for other in self.peers.values() if other.link for name in other.link.names})
             raise
         anywhere = all(prepared.anywhere for prepared in (*data, *(prepared for _, prepared in words)))
-        boards = tuple(board_of(cards[source.identity].words) for source in plan.sources)
-        return Link(tuple(names), tuple(data), tuple(words), boards, anywhere)
+        return Link(tuple(names), tuple(data), tuple(words), anywhere)
 
     def _warm_up(self, peer: Peer) -> None:
         """Connect, and read words that are of no interest over connections that nobody has used."""

@@ -15,13 +15,11 @@ from kvferry.session.words import Words
 
 @dataclass(frozen=True)
 class Meeting:
-    """A producer with its cards, and a proved plan for every rank of the consumer, by ordinal. `grace_s`: how long after a
-    lease has ended its blocks are still left alone."""
+    """A producer with its cards, and a proved plan for every rank of the consumer, by ordinal."""
 
     peer: PeerKey
     cards: tuple[Card, ...]
     plans: tuple[Plan, ...]
-    grace_s: float = 0.0
 
     def __str__(self) -> str:
         """The pair of topologies, and what the costliest consumer rank pays."""
@@ -51,4 +49,4 @@ def meet(peer: PeerKey, welcome: Welcome, consumers: Sequence[Manifest]) -> Meet
     for card in welcome.cards:
         words.plan(card.words)
     plans = make_plans(consumers, [card.caches for card in welcome.cards])
-    return Meeting(peer, welcome.cards, plans, welcome.grace_s)
+    return Meeting(peer, welcome.cards, plans)

@@ -94,8 +94,7 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 class Welcome(Struct, frozen=True, tag="welcome"):
     """`version`: the one that is spoken from now on, the highest common one.
-    `role` is what the engine is, one of those above; empty where it does not say. Newer engines may be something else.
-    `grace_s`: how long after a lease has ended its blocks are still left alone."""
+    `role` is what the engine is, one of those above; empty where it does not say. Newer engines may be something else."""
 
     engine: Name
     incarnation: Name
@@ -103,7 +102,6 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     cards: Annotated[tuple[Card, ...], Meta(min_length=1, max_length=4096)]
     version: Version = SPOKEN.highest
     role: Label = ""
-    grace_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
 class Refusal(Struct, frozen=True, tag="refusal"):

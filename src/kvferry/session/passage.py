@@ -105,7 +105,7 @@ class Passage:
 
         def look(crossing: Crossing) -> None:
             link = crossing.link
-            if link is None or not link.anywhere or crossing.checking or crossing.error or self._is_pledged(crossing):
+            if link is None or not link.anywhere or crossing.checking or crossing.error:
                 return
             if all(self._transport.poll(read) is State.DONE for read in crossing.reads):
                 arrived.setdefault(link, []).append(crossing)
@@ -207,27 +207,16 @@ class Passage:
         link = crossing.link or self._depart(crossing)
         if link is None or crossing.error or not self._arrived(crossing, look):
             return
-        if not crossing.checking and self._is_pledged(crossing):
-            self._arrive(crossing)
-            crossing.sure = True
-        elif not crossing.checking and arrived is not None:
+        if not crossing.checking and arrived is not None:
             arrived.setdefault(link, []).append(crossing)
             return
-        elif not crossing.checking:
+        if not crossing.checking:
             self._check([crossing], link)
             if crossing.error or not self._arrived(crossing, look):
                 return
         self._spend(crossing)
         if self._filled(crossing):
             self._disembark(crossing, link)
-
-    def _is_pledged(self, crossing: Crossing) -> bool:
-        return self._clock() < crossing.load.pledged
-
-    def _arrive(self, crossing: Crossing) -> None:
-        crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
-        self._spend(crossing)
-        crossing.checking = True
 
     def _arrived(self, crossing: Crossing, look: Callable[[Read], State]) -> bool:
         """Whether all that is under way has arrived; it may have while it was posted."""
@@ -314,7 +303,9 @@ class Passage:
 
     def _prepare_to_check(self, crossing: Crossing) -> None:
         """A place for a word of every rank that is read."""
-        self._arrive(crossing)
+        crossing.seen = [self._transport.telemetry(read) for read in crossing.reads]
+        self._spend(crossing)
+        crossing.checking = True
         for _ in crossing.peer.binder.plan.sources:
             if not self.landings:
                 raise SessionError("no landing place for a generation word is free: too many loads at a time")
@@ -324,7 +315,7 @@ class Passage:
     def _disembark(self, crossing: Crossing, link: Link) -> None:
         load, seen = crossing.load, crossing.seen
         found = [self._words.landed(landing) for landing in crossing.landings]
-        if not crossing.sure and found != [load.lease.generation] * len(crossing.peer.binder.plan.sources):
+        if found != [load.lease.generation] * len(crossing.peer.binder.plan.sources):
             crossing.error = f"{load.peer} has given the blocks of the reference away: it came too late, or for a second time"
             return
         moved, predicted = sum(t.bytes for t in seen), crossing.loading.bytes

@@ -3,13 +3,12 @@
 The first half of the words are this rank's own leases, published for consumers to read, and behind them a beacon: a number
 that stands there from the start, for whoever wants to see that it is this memory that is read. It is negative, and so never a
 lease's. The second half, which nobody else is told of, is where the rank lands the words it reads from others. Both are
-declared by a manifest and read by a plan, like everything; where they are mapped, one can be seen without.
+declared by a manifest and read by a plan, like everything.
 """
 
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -103,16 +102,6 @@ def _manifest(identity: Identity, words: Column) -> Manifest:
         (shape,),
         (Layer("words", 0, (Part("generation", 0, 0, 0, WORD),)),),
     )
-
-
-def board_of(words: Manifest) -> Region | None:
-    """Where a rank's words lie behind each other, if they do as here: then each can be seen without a plan."""
-    part = words.layers[0].parts[0]
-    return words.regions[part.region] if (part.offset, part.block_stride) == (0, WORD) else None
-
-
-def word_in(seen: bytes) -> int:
-    return int.from_bytes(seen, sys.byteorder, signed=True)
 
 
 def tiles_of_words(

@@ -15,7 +15,6 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from kvferry.errors import TransportError
-from kvferry.manifest.schema import Region
 from kvferry.plan import Plan, Tiles
 from kvferry.strategy.mapped import Mapped, MappedPrepared, MappedRead, PeerGoneError, Token, Tokens
 from kvferry.transport.contract import Path, Prepared, Read, State, Storage, Telemetry, Transport, read_together
@@ -135,12 +134,6 @@ class Strategies:
             yield from read_together(self._direct, prepared, loads)
         else:
             yield from self._mapped.read_together(prepared, loads)
-
-    def peek(self, peer: str, region: Region, offset: int, length: int) -> bytes | None:
-        """Of mapped host memory."""
-        if self._mapped is None or region.memory != "dram" or not self._mapped.connected(peer):
-            return None
-        return self._mapped.peek(peer, region, offset, length)
 
     def poll(self, read: Read) -> State:
         if self._mapped is None or not isinstance(read, MappedRead):

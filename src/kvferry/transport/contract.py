@@ -40,7 +40,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol, runtime_checkable
 
-from kvferry.manifest.schema import Region
 from kvferry.plan import Plan, Tiles
 
 
@@ -116,16 +115,6 @@ class ReadsTogether(Protocol):
     """A transport that begins several reads at once for less than one by one. Each is told of as soon as it is begun."""
 
     def read_together(self, prepared: Prepared, loads: Sequence[Mapping[tuple[int, int], Tiles]]) -> Iterable[Read]: ...
-
-
-@runtime_checkable
-class Peeks(Protocol):
-    """A transport to which some memory of its peers is as near as its own."""
-
-    def peek(self, peer: str, region: Region, offset: int, length: int) -> bytes | None:
-        """A few bytes of a connected peer's region as they are now; None where they must be read to be seen. Raises
-        TransportError where the peer is gone."""
-        ...
 
 
 class Transport(Protocol):

@@ -36,14 +36,6 @@ class Pending:
     loads: list[Load] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    def overwritten(self) -> set[int]:
-        """Blocks that loads in the coming step write whole."""
-        out: set[int] = set()
-        for load in self.loads:
-            for table in load.dst.values() if load.in_step else ():
-                out.update(table if isinstance(table, list) else (table,))
-        return out
-
 
 @dataclass
 class RankCard(KVConnectorHandshakeMetadata):

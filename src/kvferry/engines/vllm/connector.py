@@ -24,7 +24,7 @@ from kvferry.engines.vllm.releases import hit_source, this_release
 from kvferry.engines.vllm.scheduler import SchedulerHalf
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.tables import only_states_lag
-from kvferry.engines.vllm.warming import ready_to_answer, warm_up
+from kvferry.engines.vllm.warming import warm_up
 from kvferry.engines.vllm.worker import WorkerHalf
 from kvferry.errors import SessionError
 
@@ -161,12 +161,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        zeroed = scheduler_output.new_block_ids_to_zero
-        overwritten = self.scheduler.overwritten() if zeroed else ()
-        if overwritten:
-            scheduler_output.new_block_ids_to_zero = [block for block in zeroed if block not in overwritten] or None
-        first = (request.req_id for request in scheduler_output.scheduled_new_reqs)
-        return self.scheduler.orders(scheduler_output, first)
+        return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM takes up what has been loaded after this, also what was not when the step ended that this is the output of."""
@@ -197,8 +192,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> FerryMetrics:
-        """vLLM asks for these where an API server starts."""
-        ready_to_answer()
         return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 

@@ -10,7 +10,6 @@ A lease is kept alive from the moment the request arrives: a busy engine looks a
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -42,9 +41,9 @@ class Stage(Enum):
 class Decode:
     """A request that came with a reference, `offered` until it is compared with the prompt; `reason` says why it is not used.
     `sibling` is one of another prompt, from whose producer the right one is `sought`. `family`: the request that it may be a
-    part of. `in_step`: it is loaded in the step that first computes it, and `pledged` until then if it must not fail there;
-    its `blocks`, from where it is loaded on, are then found by their hash before they are right. `counted`: it was counted as
-    refused. `seconds`: how long its load took on the slowest rank."""
+    part of. `in_step`: it is loaded in the step that first computes it; its `blocks`, from where it is loaded on, are then
+    found by their hash before they are right. `counted`: it was counted as refused. `seconds`: how long its load took on the
+    slowest rank."""
 
     family: str
     offered: Reference | None = None
@@ -54,7 +53,6 @@ class Decode:
     reason: str = ""
     stage: Stage = Stage.WAITING
     in_step: bool = False
-    pledged: float = -math.inf
     blocks: Sequence[Sequence[int]] = ()
     tokens: int = 0
     counted: bool = False

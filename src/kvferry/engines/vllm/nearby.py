@@ -8,23 +8,18 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from kvferry.engines.vllm.cargo import Orders, Report
-from kvferry.engines.vllm.firsts import Firsts
-from kvferry.session import PeerKey, Reference
+from kvferry.session import PeerKey
 
 
 class Nearby(Protocol):
     @property
     def meets(self) -> bool: ...
 
-    def attend(self, firsts: Firsts) -> None: ...
-
     def begin(self, orders: Orders) -> None: ...
 
     def loaded(self, most: int) -> tuple[set[str], Report]: ...
 
     def pace(self, peer: PeerKey) -> float | None: ...
-
-    def pledge(self, peer: PeerKey, reference: Reference) -> float | None: ...
 
 
 _ranks: WeakValueDictionary[str, Nearby] = WeakValueDictionary()

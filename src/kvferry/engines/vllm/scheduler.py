@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -27,8 +26,7 @@ from kvferry.engines.vllm.cargo import Orders, Pending, RankCard, Report
 from kvferry.engines.vllm.decodes import Decode, References, Stage
 from kvferry.engines.vllm.doubts import Doubts
 from kvferry.engines.vllm.drafters import without_other_drafters
-from kvferry.engines.vllm.firsts import Firsts, launches_one_by_one, may_hold
-from kvferry.engines.vllm.haste import Haste, grace_s, looks_ahead, may_hurry, may_pledge
+from kvferry.engines.vllm.haste import Haste, looks_ahead, may_hurry
 from kvferry.engines.vllm.identity import fingerprint
 from kvferry.engines.vllm.introducing import introduce
 from kvferry.engines.vllm.media import are_named_by_request
@@ -111,7 +109,6 @@ class SchedulerHalf:
         sizes = sizes_of(self._groups, config.model_config.max_model_len)
         self._references = References(self._courier, self._seeking, keys, sizes, self._digests)
         self._evict: Callable[[set[int]], None] | None = None
-        self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._decodes: dict[str, Decode] = {}
         self._unhashable: dict[str, Decode] = {}
         self._unchecked: dict[str, Any] = {}
@@ -120,13 +117,8 @@ class SchedulerHalf:
         self._leaving: set[PeerKey] = set()
         self._pending = Pending()
         self._doubts = Doubts(self._groups)
-        trusted = this_release().is_seen
-        self.can_undo, self._ahead = trusted and may_hurry(config, kv_cache_config), looks_ahead(config)
-        self._grace_s = grace_s(kv_cache_config)
-        self._may_pledge = trusted and self._grace_s > 0 and may_pledge(config, kv_cache_config)
-        self._haste = Haste(self.can_undo, ahead=self._ahead)
-        self._firsts = Firsts()
-        self._may_hold, self._one_by_one = may_hold(config), launches_one_by_one(config)
+        self.can_undo = this_release().is_seen and may_hurry(config, kv_cache_config)
+        self._haste = Haste(self.can_undo, ahead=looks_ahead(config))
         self._stats = FerryStats()
         self._refusals, self._misplaced = Bursts(logger), Bursts(logger, logging.WARNING)
         origin = Origin(self._address, self._engine, self._incarnation, keys)
@@ -149,18 +141,10 @@ class SchedulerHalf:
                 )
         self._cards = tuple(self._stamped(found.card) for _, found in sorted(cards.items()))
         if not all(found.alone for found in cards.values()):
-            self.can_undo = self._may_pledge = False
-            self._haste = Haste(False, ahead=self._ahead)
-        rank = rank_nearby(self._engine)
-        if rank is not None and self._may_pledge:
-            self._haste = Haste(True, ahead=self._ahead)
-        if rank is not None and self._may_hold:
-            self._firsts = Firsts(one_by_one=self._one_by_one)
-            rank.attend(self._firsts)
+            self.can_undo = False
+            self._haste = Haste(False)
         if self._listener is not None:
-            welcome = Welcome(
-                self._engine, self._incarnation, self._options.lease_s, self._cards, role=self._role, grace_s=self._grace_s
-            )
+            welcome = Welcome(self._engine, self._incarnation, self._options.lease_s, self._cards, role=self._role)
             self._listener.welcome(welcome, self._prefills.find)
             asking = "decode engines" if self._produces else "kvferry check"
             logger.info("KVFerry %s answers %s at %s (engine %s)", __version__, asking, self._address, self._engine)
@@ -185,7 +169,6 @@ class SchedulerHalf:
         return meeting
 
     def arrive(self, request: Any) -> None:
-        self._requests[request.request_id] = request
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and self._produces:
             self._prefills.arrive(request)
@@ -202,7 +185,6 @@ class SchedulerHalf:
         self._references.arrive(request, found, params)
         if found.offered is not None:
             self._unchecked[request.request_id] = request
-        self._haste.came()
 
     def _check(self, request: Any, found: Decode) -> None:
         """Once, and of few requests a step: all that arrive together would hold the step up."""
@@ -228,7 +210,7 @@ class SchedulerHalf:
         self._check(request, decode)
         if decode.sibling is not None and not self._references.is_settled(request, decode):
             return None, False
-        reference, decode.in_step, decode.pledged = decode.reference, False, -math.inf
+        reference, decode.in_step = decode.reference, False
         if not decode.reason and reference is not None and self._courier is not None:
             found = self._courier.peer(reference)
             if found is None:
@@ -244,8 +226,7 @@ class SchedulerHalf:
         peer, rank = key_of(reference), rank_nearby(self._engine)
         if not self._haste.knows(peer) and rank is not None and (pace := rank.pace(peer)) is not None:
             self._haste.saw(peer, 1, pace)
-        if self._haste.allows(request, peer, count) and not (rank is not None and rank.meets):
-            decode.in_step = self.can_undo or (not computed and self._is_pledged(decode, peer, reference))
+        decode.in_step = self._haste.allows(request, peer, count) and not (rank is not None and rank.meets)
         return count, not decode.in_step
 
     def _loadable(self, request: Any, reference: Reference) -> int:
@@ -255,13 +236,6 @@ class SchedulerHalf:
         if beyond <= 0:
             return reference.tokens
         return reference.tokens - beyond if self._keeps_every_token else 0
-
-    def _is_pledged(self, decode: Decode, peer: PeerKey, reference: Reference) -> bool:
-        """Whether a load in the next step cannot fail. Only a rank that has its orders with the step's can say so."""
-        rank = rank_nearby(self._engine)
-        until = rank.pledge(peer, reference) if rank is not None else None
-        decode.pledged = -math.inf if until is None else until
-        return until is not None
 
     def _refuse(self, request: Any, decode: Decode, computed: int) -> tuple[int, bool]:
         """Recomputed here, or, where vLLM's policy is to fail, reported by the ranks as a load that failed."""
@@ -321,8 +295,6 @@ class SchedulerHalf:
                 self._pending.meetings.append(meeting)
             here = tables_of(self._groups, block_ids, decode.tokens)
         except (BadReferenceError, BindError) as error:
-            if decode.in_step:
-                raise
             self._say_refused(request, decode, str(error), external)
             self._pending.refused.append(request.request_id)
             return
@@ -340,7 +312,6 @@ class SchedulerHalf:
                 reference.tables,
                 here,
                 decode.in_step,
-                decode.pledged,
             )
         )
         self._haste.took(peer, external, decode.in_step)
@@ -370,22 +341,14 @@ class SchedulerHalf:
         if found and self._evict is not None:
             self._evict(found)
 
-    def overwritten(self) -> set[int]:
-        """Blocks that loads in the coming step write whole, so that vLLM must not zero them: it would do that later."""
-        return self._pending.overwritten()
-
-    def orders(self, step: Any, first: Iterable[str]) -> Orders:
-        """For a step that has been put together, and for some of whose requests it is the `first` one."""
-        computed: Mapping[str, int] = step.num_scheduled_tokens
-        idle = not computed
+    def orders(self, step: Any) -> Orders:
+        """For a step that has been put together."""
+        idle = not step.num_scheduled_tokens
         unheard_s, heard = self._heard()
         closing, opened = self._prefills.turn(heard, self._clock(), unheard_s)
         pending, self._pending = self._pending, Pending()
         self._doubts.ordered(step, (load.request for load in pending.loads if load.in_step))
         self._haste.new_step(idle)
-        self._firsts.begin(idle, self._with_first_tokens(computed, first))
-        if self._firsts.will_hold:
-            self._haste.rest()
         for request in [*islice(self._unchecked.values(), CHECKED_A_STEP)]:
             self._check(request, self._decodes[request.request_id])
         for decode in self._unhashable.values():
@@ -397,7 +360,7 @@ class SchedulerHalf:
             tuple(pending.meetings),
             tuple(pending.loads),
             tuple(pending.refused),
-            idle and not self._firsts.holds,
+            idle,
         )
         rank = rank_nearby(self._engine)
         if rank is None:
@@ -411,13 +374,6 @@ class SchedulerHalf:
             return 0.0, ()
         unheard_s = time.monotonic() - self._listener.caught_up_at
         return max(0.0, unheard_s), self._listener.take()
-
-    def _with_first_tokens(self, computed: Mapping[str, int], first: Iterable[str]) -> list[Any]:
-        """The requests of a step, None for those that compute more than a token, if one that came with a reference is computed
-        in it for the first time."""
-        if not any(map(self._decodes.__contains__, first)):
-            return []
-        return [self._requests.get(identity) if tokens == 1 else None for identity, tokens in computed.items()]
 
     def _forgotten(self) -> tuple[PeerKey, ...]:
         """Producers that ranks may let go of, once nothing is loaded from them: a load may have been ordered just before the
@@ -439,11 +395,10 @@ class SchedulerHalf:
     def results(self, sent: set[str], received: set[str], failed: set[str], report: Report | None) -> set[str]:
         """What all ranks have reported of leases and loads, and what a rank nearby has loaded since; all loads of which vLLM is
         to hear now, so that it runs those that are whole in the step that it puts together next."""
-        self._firsts.looked()
         self._producer.close_all(sent)
         report, rank = report or Report(), rank_nearby(self._engine)
         if rank is not None:
-            since, seen = rank.loaded(0 if self._firsts.will_hold else self._haste.most)
+            since, seen = rank.loaded(self._haste.most)
             if since:
                 received, report = received | since, report.aggregate(seen)
         for identity, blocks in report.unhashable.items():

@@ -30,7 +30,7 @@ slots are not heads (NVFP4), both engines also need the same tensor-parallel siz
 
 The tables below are what runs on other machines recorded. `kvferry check` goes by them, since it has no engine to look at. An
 engine does not: a backend or a release that is missing here is certified by the engine itself. Figures are of the first release
-that a row names.
+that a row names. Rows of hybrids that tell of loads in their step are of an earlier connector: hybrids load beside their step.
 """
 
 

@@ -5,7 +5,6 @@ first request does it. On an H200 that one took 7 times as long as later ones; w
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 
@@ -18,12 +17,3 @@ def warm_up(config: Any) -> None:
         and config.observability_config.jit_monitor_mode != "error"
     ):
         config.kernel_config.enable_jit_warmup = True
-
-
-def ready_to_answer() -> None:
-    """Have anyio import what it needs for this event loop, if there is one. To be called where an API server starts: its first
-    answer that is streamed waits for that otherwise, 20 to 53 ms on a machine with an H200."""
-    with contextlib.suppress(ImportError, RuntimeError):
-        import anyio
-
-        anyio.current_time()

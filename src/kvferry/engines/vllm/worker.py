@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -20,8 +18,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from kvferry.engines.vllm.cargo import Orders, Report
 from kvferry.engines.vllm.certify_self import certify_self
 from kvferry.engines.vllm.drafters import without_other_drafters
-from kvferry.engines.vllm.firsts import Firsts
-from kvferry.engines.vllm.haste import grace_s
 from kvferry.engines.vllm.manifest import manifest_of
 from kvferry.engines.vllm.nearby import stay_nearby
 from kvferry.engines.vllm.options import NOT_LOADED, RETRY_S, Options
@@ -34,7 +30,7 @@ from kvferry.errors import KVFerryError, SessionError
 from kvferry.logs import Bursts
 from kvferry.manifest import Identity, Manifest, Rank
 from kvferry.manifest.kinds import Shard
-from kvferry.session import Card, Ending, Ferry, Hello, Load, Outcome, PeerKey, Reference, Words, meet
+from kvferry.session import Card, Ending, Ferry, Hello, Load, Outcome, PeerKey, Words, meet
 from kvferry.session.wire import ask
 
 logger = logging.getLogger("kvferry.vllm")
@@ -59,13 +55,11 @@ class WorkerHalf:
         self._wharf: Wharf | None = None
         self._words: Words | None = None
         self._card: Card | None = None
-        self._sent: deque[tuple[float, str]] = deque()
-        self._grace_s = grace_s(kv_cache_config)
+        self._sent: set[str] = set()
         self._refused: set[str] = set()
         self._in_step: dict[str, Load] = {}
         self._over: list[Outcome] = []
         self._idle = self._was_idle = self._asked = self._lost = False
-        self._firsts: Firsts | None = None
         self._closing = threading.Event()
         self._invalid: set[int] = set()
         self._report = Report()
@@ -141,8 +135,6 @@ class WorkerHalf:
         """Before the forward pass is launched."""
         if not orders.begun:
             self.begin(orders)
-        if self._firsts is not None:
-            self._firsts.launch()
         if self._in_step and self._ferry is not None and not (self._wharf is not None and self._wharf.holds_the_engine_back()):
             self._ferry.settle(self._in_step.keys(), self._options.read_s)
         self._was_idle, self._idle = self._idle, orders.idle
@@ -154,7 +146,7 @@ class WorkerHalf:
         for closing in orders.closing:
             self._words.kill(closing.lease)
             if closing.ending is not Ending.ABORTED:
-                self._sent.append((time.monotonic() + self._grace_s, closing.request))
+                self._sent.add(closing.request)
         for lease in orders.opened:
             self._words.live(lease)
         for peer in orders.forgotten:
@@ -162,10 +154,6 @@ class WorkerHalf:
         self._ferry.load(*orders.loads, meetings=orders.meetings)
         self._in_step.update((load.request, load) for load in orders.loads if load.in_step)
         self._refused.update(orders.refused)
-
-    def attend(self, firsts: Firsts) -> None:
-        """To be told when steps are launched, and have been."""
-        self._firsts = firsts
 
     @property
     def meets(self) -> bool:
@@ -176,18 +164,12 @@ class WorkerHalf:
         """Seconds a token that a load from a producer should take at most, where a step may wait for it."""
         return self._ferry.pace(peer) if self._ferry is not None else None
 
-    def pledge(self, peer: PeerKey, reference: Reference) -> float | None:
-        """Until when a load of a reference cannot fail, if it is made in the step that is being put together."""
-        if self._ferry is None:
-            return None
-        return self._ferry.pledge(peer, reference.lease, reference.tokens, reference.tables)
-
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose lease has ended, whose load is over, and those of the latter that failed; each one once. Of loads made
         in this step, vLLM is told of the blocks that failed alone. What the scheduler asks for (`loaded`) is left to it while
         it asks, since it hears of this step's results when the next one is under way; after one that computed nothing it may
         not ask."""
-        sent = self._sent_by(time.monotonic())
+        sent, self._sent = self._sent, set()
         failed, self._refused = self._refused, set()
         received = set(failed)
         lost: set[str] = set()
@@ -210,11 +192,6 @@ class WorkerHalf:
                 self._failures.log(
                     "request %s was not loaded on %s: %s; %s", outcome.request, self._rank, outcome.error, self._becomes
                 )
-                if load is not None and load.is_pledged:
-                    raise SessionError(
-                        f"request {outcome.request} is computed in this step with blocks that its producer had pledged, and "
-                        f"vLLM cannot fail it alone: {outcome.error}"
-                    )
                 (failed if load is None else lost).add(outcome.request)
                 self._invalid |= self._unloaded(load) if load is not None else set()
                 continue
@@ -223,8 +200,6 @@ class WorkerHalf:
         if loaded or in_step:
             report = self._noted(loaded, Report(ended=frozenset(in_step), failed=frozenset(lost)))
             self._report = self._report.aggregate(report)
-        if self._firsts is not None:
-            self._firsts.launched()
         return sent, received, failed
 
     def loaded(self, most: int) -> tuple[set[str], Report]:
@@ -241,13 +216,6 @@ class WorkerHalf:
         for outcome in over:
             (self._over if outcome.error or len(loaded) >= most else loaded).append(outcome)
         return {outcome.request for outcome in loaded}, self._noted(loaded, Report())
-
-    def _sent_by(self, now: float) -> set[str]:
-        """Requests whose lease has ended, some grace ago."""
-        out = set()
-        while self._sent and self._sent[0][0] <= now:
-            out.add(self._sent.popleft()[1])
-        return out
 
     def _noted(self, loaded: Sequence[Outcome], report: Report) -> Report:
         for outcome in loaded:
