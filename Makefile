@@ -32,10 +32,11 @@ demo: $(VENV)/.runs ## requests between two processes with every byte compared, 
 	$(BIN)/kvferry demo --requests 100
 	@$(MAKE) --no-print-directory up UP_ARGS='--port 0 --first-port 0 $(DEMO_ASKS)'
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 test-core: setup browser
 	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) $(CORE_PYTEST_ARGS)
@@ -58,9 +59,9 @@ coverage: test-core ## which lines the tests that need no engine reach
 test: lint test-core test-vllm ## all checks: lint, types, tests, certification against vLLM
 
 bench: setup ## preparing, moving and binding against named baselines, as ratios
-	$(BIN)/kvferry bench handshake
-	$(BIN)/kvferry bench transfer
-	$(BIN)/kvferry bench bind
+	$(BIN)/python -m lab bench handshake
+	$(BIN)/python -m lab bench transfer
+	$(BIN)/python -m lab bench bind
 	$(BIN)/python benchmarks/plan_and_bind.py
 
 clean: ## remove what was built

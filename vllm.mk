@@ -86,10 +86,10 @@ $(ROUTER_STAMP): $(VLLM_STAMP)
 
 # A process of its own: building vLLM's configuration changes environment variables of the process.
 test-vllm: vllm-venv router
-	PYTHONPATH=src '$(VLLM_VENV)/bin/python' -m pytest --confcutdir=tests/vllm tests/vllm -m vllm $(VLLM_PYTEST_ARGS)
+	PYTHONPATH=src:. '$(VLLM_VENV)/bin/python' -m pytest --confcutdir=tests/vllm tests/vllm -m vllm $(VLLM_PYTEST_ARGS)
 
 crossing: vllm-venv ## requests between real vLLM engines, with its own connector and with ours, side by side
-	PYTHONPATH=src '$(VLLM_VENV)/bin/python' -m crossing $(CROSSING_ARGS)
+	PYTHONPATH=src:. '$(VLLM_VENV)/bin/python' -m lab.crossing $(CROSSING_ARGS)
 
 up: vllm-venv router ## a tiny model served by two vLLM engines behind a router, until Ctrl-C
 	PYTHONPATH=src '$(VLLM_VENV)/bin/python' -m kvferry up --tiny $(UP_ARGS)

@@ -1,12 +1,12 @@
 """Scattered against consecutive blocks between two network namespaces, over TCP with a limited bandwidth.
 
-    unshare -Urnm python benchmarks/two_namespaces.py [--rate 2gbit] [--tokens 16000] [--json FILE]
-    unshare -Urnm python benchmarks/two_namespaces.py --engines [--tokens 2049] [--repeats 7] [--json FILE]
+    unshare -Urnm python -m benchmarks.two_namespaces [--rate 2gbit] [--tokens 16000] [--json FILE]
+    unshare -Urnm python -m benchmarks.two_namespaces --engines [--tokens 2049] [--repeats 7] [--json FILE]
 
 A pair of virtual interfaces joins this process's namespace with one of the producer's own; `tc` limits what goes through. Needs
 no privileges where user namespaces are allowed. The namespaces stand for machines: no memory of one is mapped in the other,
 unless it is asked for. Bytes move between two transports, or with --engines between two vLLM servers, which need vLLM in the
-Python that runs this; `kvferry bench serve --starts 0 --add FILE` shows what was measured of them.
+Python that runs this; `python -m lab bench serve --starts 0 --add FILE` shows what was measured of them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Final
 
 import msgspec
 
-from kvferry.bench import strategies
-from kvferry.bench.case import size_of
-from kvferry.bench.child import Child, child
-from kvferry.bench.machine import this_machine
-from kvferry.bench.scatters import SCATTERS, Scatter
-from kvferry.bench.serve import result
-from kvferry.bench.serve.arms import ARMS, Arm, chosen, defined
-from kvferry.bench.serve.engine import EAGER, Place
-from kvferry.bench.serve.measure import ALONE, CONSECUTIVE, IN_TURNS, SHUFFLED
-from kvferry.bench.serve.models import model
-from kvferry.bench.serve.runner import Order, Watcher, check, run
-from kvferry.bench.staging_ends import Ask, End, Holder, _hold, consumer_end, memory_of
-from kvferry.errors import BenchError
-from kvferry.fleet import namespaces
-from kvferry.fleet.device import Device
-from kvferry.fleet.zygote import Start
+from kvferry.doctor.child import Child, child
+from kvferry.errors import MeasureError
 from kvferry.strategy.staging import BUDGET
+from kvferry.up.device import Device
+from lab.bench import strategies
+from lab.bench.case import size_of
+from lab.bench.machine import this_machine
+from lab.bench.scatters import SCATTERS, Scatter
+from lab.bench.serve import result
+from lab.bench.serve.arms import ARMS, Arm, chosen, defined
+from lab.bench.serve.engine import EAGER, Place
+from lab.bench.serve.measure import ALONE, CONSECUTIVE, IN_TURNS, SHUFFLED
+from lab.bench.serve.models import model
+from lab.bench.serve.runner import Order, Watcher, check, run
+from lab.bench.staging_ends import Ask, End, Holder, _hold, consumer_end, memory_of
+from lab.fleet import namespaces
+from lab.fleet.zygote import Start
 
 HERE, THERE = "ferry-d", "ferry-p"
 ADDRESS_HERE, ADDRESS_THERE = "10.77.0.1", "10.77.0.2"
@@ -175,7 +175,7 @@ def told(found: result.Run, carried: int) -> str:
     if carried < moved:
         troubles.append(f"{moved} bytes were moved, and {carried} came over the interfaces: the others took another way")
     if any(troubles):
-        raise BenchError(f"{found.arm}: {'; '.join(filter(None, troubles))}")
+        raise MeasureError(f"{found.arm}: {'; '.join(filter(None, troubles))}")
     times = {
         name: [median(rows[order].samples[sample]) for order in (CONSECUTIVE, SHUFFLED)]
         for name, sample in (("first token", "ttft"), ("in D's engine", "in the engine"), ("on the wire", "on the wire"))
@@ -239,7 +239,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--tokens", type=int, help=f"{TOKENS[False]}, between engines {TOKENS[True]}")
     out.add_argument("--repeats", type=int, help=f"{REPEATS[False]}, between engines {REPEATS[True]} of each order, by turns")
     out.add_argument("--arms", default=",".join(("kvferry", *STRATEGIES)), help="engines to compare, separated by commas")
-    out.add_argument("--model", default="small-llama", help="what they serve: a shape of `kvferry bench serve`, or a folder")
+    out.add_argument("--model", default="small-llama", help="what they serve: a shape that `bench serve` knows, or a folder")
     out.add_argument("--starts", type=int, default=1, help="how often engines of each kind are started")
     out.add_argument("--staging-bytes", type=int, default=BUDGET)
     out.add_argument("--mapped", action="store_true", help="between transports, rings are mapped: containers of one machine")
@@ -254,7 +254,7 @@ def main(words: Sequence[str]) -> None:
     see_own_devices()
     try:
         (between_engines if said.engines else between_transports)(said)
-    except BenchError as error:
+    except MeasureError as error:
         sys.exit(str(error))
 
 

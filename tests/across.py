@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.bench.child import Child, child
-from kvferry.bench.memory import Memory, allocate
+from kvferry.doctor.child import Child, child
+from kvferry.doctor.memory import Memory, allocate
 from kvferry.engines.vllm import manifest_of
 from kvferry.engines.vllm.layouts import Cell, Grid, Own, certified
 from kvferry.engines.vllm.options import Options

@@ -7,10 +7,10 @@ from functools import cache
 
 import numpy as np
 
-from kvferry.bench.case import placed, size_of
-from kvferry.bench.memory import Bytes, pattern
-from kvferry.bench.scatters import SCATTERS
+from kvferry.doctor.memory import Bytes, pattern
 from kvferry.plan import Binder, Plan
+from lab.bench.case import placed, size_of
+from lab.bench.scatters import SCATTERS
 
 NAMES = tuple(scatter.name for scatter in SCATTERS)
 HERE = 1 << 20

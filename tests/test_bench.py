@@ -17,19 +17,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.bench import bind, handshake, measure, page, strategies, transfer
-from kvferry.bench.case import Case, placed
-from kvferry.bench.child import child
-from kvferry.bench.machine import Machine, Record, this_machine
-from kvferry.bench.memory import pattern
-from kvferry.bench.plot import Bar, svg
-from kvferry.bench.scatters import SCATTERS, cells
-from kvferry.bench.stock import RefusedError, Stock, refuse
-from kvferry.cli import app
-from kvferry.errors import BenchError
+from kvferry.doctor.child import child
+from kvferry.doctor.memory import pattern
+from kvferry.errors import MeasureError
 from kvferry.models import Side
 from kvferry.plan import Binder
+from lab.bench import bind, handshake, measure, page, strategies, transfer
+from lab.bench.case import Case, placed
+from lab.bench.machine import Machine, Record, this_machine
+from lab.bench.plot import Bar, svg
+from lab.bench.scatters import SCATTERS, cells
+from lab.bench.stock import RefusedError, Stock, refuse
+from lab.cli import app
 
+ROOT = Path(__file__).parent.parent
 SMALL = {"regions": 2, "page": 512}
 
 
@@ -37,12 +38,12 @@ SMALL = {"regions": 2, "page": 512}
 def nixl():
     try:
         transfer.load_nixl()
-    except BenchError as error:
+    except MeasureError as error:
         pytest.skip(str(error))
 
 
-def kvferry(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvferry", *words], capture_output=True, text=True, timeout=300, check=False)
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def stock_copies(case: Case) -> set[tuple[int, int, int]]:
@@ -138,7 +139,7 @@ def bad_child(parent: Connection) -> None:
 
 
 def test_a_child_that_dies_is_named_with_its_exit_code():
-    with child("the pilot", bad_child) as pilot, pytest.raises(BenchError, match="the pilot died with exit code 3"):
+    with child("the pilot", bad_child) as pilot, pytest.raises(MeasureError, match="the pilot died with exit code 3"):
         pilot.receive(60.0)
     assert not pilot.process.is_alive()
 
@@ -193,7 +194,7 @@ def test_handshake_rows_do_not_grow_with_blocks():
 )
 def test_a_run_as_json_and_as_a_picture(words, keys, tmp_path):
     picture = tmp_path / "out.svg"
-    done = kvferry("bench", *words, "--repeats", "1", "--json", "--plot", str(picture))
+    done = run("lab", "bench", *words, "--repeats", "1", "--json", "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["bench"] == words[0]
@@ -212,7 +213,7 @@ def test_a_run_as_a_table():
 def test_the_minimal_entry_needs_neither_rich_nor_typer():
     program = (
         "import sys; sys.modules['rich'] = sys.modules['typer'] = None\n"
-        "import runpy; sys.argv = ['transfer', '--help']; runpy.run_module('kvferry.bench.transfer', run_name='__main__')"
+        "import runpy; sys.argv = ['transfer', '--help']; runpy.run_module('lab.bench.transfer', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -256,9 +257,9 @@ def test_the_page_says_that_both_processes_share_one_gpu(tmp_path):
 
 def test_host_results_are_not_taken_for_a_device(tmp_path):
     (tmp_path / "bad.json").write_text('{"machine": 1}')
-    with pytest.raises(BenchError, match="--gpu"):
+    with pytest.raises(MeasureError, match="--gpu"):
         page.read_device(tmp_path / "bad.json")
-    with pytest.raises(BenchError, match="--gpu"):
+    with pytest.raises(MeasureError, match="--gpu"):
         page.read_device(Path("/no/such/file"))
 
 
@@ -289,7 +290,7 @@ def test_host_results_are_not_taken_for_a_device(tmp_path):
 )
 @pytest.mark.usefixtures("nixl")
 def test_bad_arguments_are_one_clear_message_and_exit_code_2(words):
-    done = kvferry("bench", *words)
+    done = run("lab", "bench", *words)
     assert done.returncode == 2, done.stdout
     assert "Traceback" not in done.stderr
     assert done.stderr.strip()
@@ -377,7 +378,7 @@ def test_strategies_are_shown_kept_and_drawn(nixl, tmp_path):
     assert kept.exit_code == 0, kept.output
     (tmp_path / "kept.json").write_text(kept.stdout)
     drawn = tmp_path / "heat.svg"
-    shown = kvferry("bench", "strategies", "--add", str(tmp_path / "kept.json"), "--plot", str(drawn))
+    shown = run("lab", "bench", "strategies", "--add", str(tmp_path / "kept.json"), "--plot", str(drawn))
     assert shown.returncode == 0, shown.stderr
     for word in (
         "token-major",
@@ -405,7 +406,7 @@ def test_strategies_of_two_machines_are_not_shown_together(tmp_path):
         paths.append(tmp_path / f"{cores}.json")
         machine = Machine("a processor", cores, 8.0, "6.1", "3.11", {})
         paths[-1].write_bytes(msgspec.json.encode(Record("strategies", machine, 1, [cell])))
-    said = kvferry("bench", "strategies", "--add", str(paths[0]), "--add", str(paths[1]))
+    said = run("lab", "bench", "strategies", "--add", str(paths[0]), "--add", str(paths[1]))
     assert said.returncode == 2
     assert "measured on two machines: 2 cores" in said.stderr
 
@@ -418,16 +419,15 @@ def test_strategies_that_were_measured_and_kept_can_be_shown(kept):
 
 
 def test_what_paths_cost_is_measured_and_plans_are_judged_by_it(nixl, tmp_path):
-    done = kvferry("bench", "calibrate", "--staging-bytes", "4194304", "--json")
+    done = run("lab", "bench", "calibrate", "--staging-bytes", "4194304", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {rates["path"] for rates in found["rates"].values()} == {"shared memory", "TCP"}
     wires = [rates["wire"] for rates in found["rates"].values()]
     assert all(number > 0 or (name, number) == ("begin_s", 0) for wire in wires for name, number in wire.items())
     (tmp_path / "rates.json").write_text(done.stdout)
-    plan = kvferry(
-        "plan", "--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2", "--rates", str(tmp_path / "rates.json")
-    )
+    sides = ("--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2")
+    plan = run("kvferry", "plan", *sides, "--rates", str(tmp_path / "rates.json"))
     assert plan.returncode == 0, plan.stderr
     assert "TCP, over TCP alone" in plan.stdout
 
@@ -445,6 +445,6 @@ def test_what_paths_cost_is_measured_and_plans_are_judged_by_it(nixl, tmp_path):
     ],
 )
 def test_wrong_words_about_strategies_are_one_message(words, said):
-    done = kvferry("bench", *words)
+    done = run("lab", "bench", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr

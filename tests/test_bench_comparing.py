@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.bench.comparing import compared, stamp
-from kvferry.bench.memory import ArrayMemory, HostMemory, pattern
+from kvferry.doctor.memory import ArrayMemory, HostMemory, pattern
+from lab.bench.comparing import compared, stamp
 from loaded_bytes import NAMES, Loaded, loaded
 
 

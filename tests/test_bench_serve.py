@@ -1,9 +1,10 @@
-"""The parts of `kvferry bench serve` that need no engine: arithmetic, arms, the client, kept results and what they show."""
+"""The parts of `bench serve` that need no engine: arithmetic, arms, the client, kept results and what they show."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -24,28 +25,29 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from kvferry.bench.machine import Machine
-from kvferry.bench.plot import svg
-from kvferry.bench.serve import client, report, result, scatter, stats, trace
-from kvferry.bench.serve.arms import ARMS, DIRECT_ALONE, STOCK_STATES, chosen, defined, turns
-from kvferry.bench.serve.asking import Side, too_many
-from kvferry.bench.serve.client import Prompt
-from kvferry.bench.serve.engine import Engine, Place
-from kvferry.bench.serve.measure import Measuring, read_lengths
-from kvferry.bench.serve.models import SHAPES, model
-from kvferry.bench.serve.result import Record, Row, Run, Settings
-from kvferry.bench.serve.runner import Order, left
-from kvferry.bench.serve.stats import percentile
-from kvferry.bench.serve.trace import Span
-from kvferry.cli import app
-from kvferry.errors import BenchError
-from kvferry.fleet import steps
-from kvferry.fleet.blocks import Pool
-from kvferry.fleet.connectors import OURS, STOCK
-from kvferry.fleet.device import Device, environment
-from kvferry.fleet.metrics import samples
-from kvferry.fleet.patches import SWITCH_SECONDS
-from kvferry.fleet.zygote import Start
+from kvferry.errors import MeasureError
+from kvferry.up.device import Device
+from kvferry.up.watch import samples
+from lab.bench.machine import Machine
+from lab.bench.plot import svg
+from lab.bench.serve import client, report, result, scatter, stats, trace
+from lab.bench.serve.arms import ARMS, DIRECT_ALONE, STOCK_STATES, chosen, defined, turns
+from lab.bench.serve.asking import Side, too_many
+from lab.bench.serve.client import Prompt
+from lab.bench.serve.engine import Engine, Place
+from lab.bench.serve.measure import Measuring, read_lengths
+from lab.bench.serve.models import SHAPES, model
+from lab.bench.serve.result import Record, Row, Run, Settings
+from lab.bench.serve.runner import Order, left
+from lab.bench.serve.stats import percentile
+from lab.bench.serve.trace import Span
+from lab.cli import app
+from lab.fleet import steps
+from lab.fleet.blocks import Pool
+from lab.fleet.connectors import OURS, STOCK
+from lab.fleet.device import environment
+from lab.fleet.patches import SWITCH_SECONDS
+from lab.fleet.zygote import Start
 
 HOW_TO = Path(__file__).parents[1] / "docs" / "how-to.md"
 MACHINE = Machine("a processor", 2, 8.0, "6", "3", {"kvferry": "0"})
@@ -165,7 +167,7 @@ def test_an_arm_can_be_defined_like_another():
     ],
 )
 def test_a_wrong_definition_is_told(text, said):
-    with pytest.raises(BenchError, match=said):
+    with pytest.raises(MeasureError, match=said):
         defined(text)
 
 
@@ -527,7 +529,7 @@ def test_records_are_merged_with_starts_counted_on():
 
 def test_unlike_settings_are_not_merged():
     other = Record(MACHINE, replace(SETTINGS, at_once=48), [])
-    with pytest.raises(BenchError, match="at_once 4 and 48"):
+    with pytest.raises(MeasureError, match="at_once 4 and 48"):
         result.merged([a_record(), other])
 
 
@@ -535,7 +537,7 @@ def test_unlike_settings_are_not_merged():
 def test_a_file_that_is_no_result_is_told(text, tmp_path):
     path = tmp_path / "serve.json"
     path.write_text(text)
-    with pytest.raises(BenchError, match=r"serve\.json: "):
+    with pytest.raises(MeasureError, match=r"serve\.json: "):
         result.read(path)
 
 
@@ -783,7 +785,7 @@ def test_an_arm_may_say_how_long_threads_keep_the_lock():
     arm = defined('quick={"like": "kvferry-64", "switch_s": 0.0005}')
     assert float(arm.environment[SWITCH_SECONDS]) == 0.0005
     assert SWITCH_SECONDS not in defined('usual={"like": "kvferry-64"}').environment
-    with pytest.raises(BenchError, match="switch_s 0: give seconds"):
+    with pytest.raises(MeasureError, match="switch_s 0: give seconds"):
         defined('never={"like": "kvferry-64", "switch_s": 0}')
 
 
@@ -826,7 +828,7 @@ def test_kept_results_are_shown_without_vllm(tmp_path):
 )
 def test_wrong_options_are_told_before_anything_starts(words, said):
     done = CliRunner().invoke(app, ["bench", "serve", *words])
-    assert isinstance(done.exception, BenchError)
+    assert isinstance(done.exception, MeasureError)
     assert said in str(done.exception)
 
 
@@ -847,12 +849,18 @@ def documented() -> list[str]:
 @pytest.mark.parametrize("command", documented())
 def test_a_documented_command_is_understood(command, tmp_path):
     words = shlex.split(command)
-    assert words[:3] == ["kvferry", "bench", "serve"]
+    assert words[:5] == ["python", "-m", "lab", "bench", "serve"]
     for option, path in pairwise(words):
         if option == "--add":
             result.write(tmp_path / path, a_record())
     done = subprocess.run(
-        [sys.executable, "-m", *words, "--starts", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *words[1:], "--starts", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(HOW_TO.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -26,11 +26,11 @@ from kvferry.errors import KVFerryError
 from kvferry.explain import Title, document
 from kvferry.explain.request import example_request
 from kvferry.findings import errors
-from kvferry.fleet.server import free_port
 from kvferry.models import Side, load_model, manifests
 from kvferry.session import Card, Hello, Keys, Listener, Welcome, Words, from_params, own_keys, read_keys
 from kvferry.session.wire import ask
 from kvferry.transport import NixlOptions
+from kvferry.up.ports import free_port
 from running import Running, launch, served
 from transport_suite import until
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.fleet import device
-from kvferry.fleet.device import Device, environment
+from kvferry.up.device import Device
+from lab.fleet import device
+from lab.fleet.device import environment
 
 NAME = f"torchinductor-{os.geteuid()}"
 

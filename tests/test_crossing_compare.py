@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from crossing.compare import difference
-from kvferry.fleet.legs import Answer
+from lab.crossing.compare import difference
+from lab.fleet.legs import Answer
 
 WANTED = Answer(
     200,

@@ -25,8 +25,8 @@ from kvferry.doctor.machine import Nixl, Port, look, probe
 from kvferry.doctor.paths import DEVICE, HOST, TCP, paths
 from kvferry.doctor.remote import Berth, listenable, reached
 from kvferry.findings import Severity
-from kvferry.fleet.server import free_port
 from kvferry.session import Keys, Listener, own_keys, read_keys
+from kvferry.up.ports import free_port
 from running import launch
 
 pytest.importorskip("nixl_cu12")

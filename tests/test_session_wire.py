@@ -16,7 +16,6 @@ import zmq
 
 from keyed import KEYS, secured
 from kvferry.errors import DecodeError, SessionError
-from kvferry.fleet.server import free_port
 from kvferry.session import (
     Card,
     Courier,
@@ -40,6 +39,7 @@ from kvferry.session.key import is_loopback, split_address
 from kvferry.session.messages import MAX_REQUEST, pack, unpack_reply
 from kvferry.session.wire import ask
 from kvferry.transport.metadata import Metadata, encode_metadata, this_host
+from kvferry.up.ports import free_port
 from pairs import manifests_of
 from transport_suite import until
 

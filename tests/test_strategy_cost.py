@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 import oracle
 from ferrying import elements, manifests_of, request_of
-from kvferry.bench.scatters import cells
 from kvferry.models import Side, load_model, manifests
 from kvferry.plan import Binder, Fleet, Plan, Request, Tiles, make_plans
 from kvferry.plan.detour import packed, staged
@@ -29,6 +28,7 @@ from kvferry.strategy.scattered import Scattered, Settings
 from kvferry.strategy.staging import DEVICE_CUT, HOST_CUT, PAGE, PINNED_CUT, Rings, host_staging, sized
 from kvferry.strategy.ways import ScatteredPrepared
 from kvferry.transport import Harbour, InProcessTransport
+from lab.bench.scatters import cells
 from test_transfer_properties import cases
 from transport_peer import allocated
 from transport_suite import dense_case, model_case

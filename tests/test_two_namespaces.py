@@ -13,12 +13,12 @@ from shutil import which
 import pytest
 from msgspec.structs import replace
 
-from kvferry.bench.serve.result import Row, Run
 from kvferry.engines.vllm.options import option_troubles, read_options
-from kvferry.errors import BenchError
+from kvferry.errors import MeasureError
+from lab.bench.serve.result import Row, Run
 
 ROOT = Path(__file__).parents[1]
-SHOWN = re.compile(r"^    unshare -Urnm python benchmarks/two_namespaces\.py(.*)$", re.MULTILINE)
+SHOWN = re.compile(r"^    unshare -Urnm python -m benchmarks\.two_namespaces(.*)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_start_is_told_by_ratios_of_medians_and_how_its_blocks_lay(script):
     ],
 )
 def test_figures_that_would_say_nothing_are_not_told(script, found, carried, said):
-    with pytest.raises(BenchError, match=re.escape(said)):
+    with pytest.raises(MeasureError, match=re.escape(said)):
         script.told(found, carried)
 
 
@@ -84,7 +84,7 @@ def test_each_strategy_is_forced_once_beside_what_is_chosen(script):
 
 ENTERING = """
 import os, signal, socket
-from kvferry.fleet.namespaces import KINDS, enter, leave
+from lab.fleet.namespaces import KINDS, enter, leave
 seen, told = os.pipe()
 child = os.fork()
 if not child:

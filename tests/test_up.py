@@ -28,13 +28,13 @@ from kvferry.cli import app
 from kvferry.cli import up as up_module
 from kvferry.engines.vllm.options import read_options
 from kvferry.errors import UpError
-from kvferry.fleet import server
-from kvferry.fleet.device import Device
-from kvferry.fleet.server import PORTS, free_port
+from kvferry.up import ports
 from kvferry.up.commands import Command, Fleet, Place, Serving, curl, router, script
+from kvferry.up.device import Device
 from kvferry.up.engines import OWN_FLAGS, Engine, Role, engines
 from kvferry.up.harbour import Seen
 from kvferry.up.machine import Share, found_gpus, shares
+from kvferry.up.ports import PORTS, free_port
 from kvferry.up.view import view
 from kvferry.up.watch import FIRST, STAGES, Counts, State, carried_by, counts, stage, total
 
@@ -393,15 +393,15 @@ def test_free_ports_are_given_out_once_and_none_that_somebody_has(monkeypatch):
         pair = free_port(2)
         found = [pair, pair + 1, *(free_port() for _ in range(20))]
         assert len({taken.getsockname()[1], *found}) == 23
-        monkeypatch.setattr(server, "_tried", itertools.count(PORTS.index(taken.getsockname()[1])))
+        monkeypatch.setattr(ports, "_tried", itertools.count(PORTS.index(taken.getsockname()[1])))
         assert free_port() != taken.getsockname()[1]
 
 
 def test_ports_that_were_told_are_not_given_out_though_nobody_has_them_yet(monkeypatch):
     told = free_port(2)
-    monkeypatch.setattr(server, "_reserved", set())
-    monkeypatch.setattr(server, "_tried", itertools.count(PORTS.index(told)))
-    server.reserve(told, told + 1)
+    monkeypatch.setattr(ports, "_reserved", set())
+    monkeypatch.setattr(ports, "_tried", itertools.count(PORTS.index(told)))
+    ports.reserve(told, told + 1)
     assert free_port() not in (told, told + 1)
 
 
@@ -415,8 +415,8 @@ def test_an_engine_does_not_take_the_port_that_the_router_was_told_to_use(monkey
         given.append(port or free_port())
         return given[-1]
 
-    monkeypatch.setattr(server, "_reserved", set())
-    monkeypatch.setattr(server, "_tried", itertools.count(PORTS.index(told)))
+    monkeypatch.setattr(ports, "_reserved", set())
+    monkeypatch.setattr(ports, "_tried", itertools.count(PORTS.index(told)))
     for name, stand_in in (("check_installed", lambda: None), ("usable", usable), ("Place", taken)):
         monkeypatch.setattr(up_module, name, stand_in)
     CliRunner().invoke(app, ["up", "m", "--device", "cpu", "--port", str(told), "--first-port", "0"])
@@ -445,7 +445,7 @@ class TestProcesses:
     def test_killing_what_runs_the_engines_ends_them(self, up: Callable[..., Running]):
         it = up("pretender")
         it.until(READY)
-        (keeper,) = [p for p in it.processes() if b"kvferry.fleet.launch" in it.command(p)]
+        (keeper,) = [p for p in it.processes() if b"kvferry.up.supervise" in it.command(p)]
         os.kill(keeper, signal.SIGKILL)
         assert it.ended() == 2
         assert "has ended" in it.said.read_text()

@@ -76,8 +76,8 @@ class SideError(KVFerryError):
     """A side description (``tp=2,pp=2,block=16``) that cannot be read."""
 
 
-class BenchError(KVFerryError):
-    """A benchmark asked for something that cannot be measured here."""
+class MeasureError(KVFerryError):
+    """Something that cannot be measured here."""
 
 
 class UpError(KVFerryError):

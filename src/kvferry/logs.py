@@ -16,7 +16,7 @@ from typing import Final
 
 from kvferry.errors import printable
 
-LOGGERS: Final = ("kvferry.fleet", "kvferry.session", "kvferry.strategy", "kvferry.transport", "kvferry.vllm")
+LOGGERS: Final = ("kvferry.session", "kvferry.strategy", "kvferry.transport", "kvferry.vllm")
 
 
 BURST_S: Final = 10.0

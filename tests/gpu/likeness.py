@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from crossing.compare import FIRST, Difference, difference
-from kvferry.fleet.legs import Answer
+from lab.crossing.compare import FIRST, Difference, difference
+from lab.fleet.legs import Answer
 
 TIMES = 1.6
 """How much farther from the nearer engine alone a pair may be than the two engines alone are from each other: pairs were seen

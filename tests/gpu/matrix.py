@@ -1,7 +1,7 @@
 """Requests between real engines of every family on one GPU: text, log-probabilities, tokens and bytes.
 
-    PYTHONPATH=src python3 tests/gpu/matrix.py FOLDER [SECONDS] [EVIDENCE.json] [NAME ...]
-    PYTHONPATH=src python3 tests/gpu/matrix.py merge ENGINES.json MATRIX.json ...
+    PYTHONPATH=src:. python3 tests/gpu/matrix.py FOLDER [SECONDS] [EVIDENCE.json] [NAME ...]
+    PYTHONPATH=src:. python3 tests/gpu/matrix.py merge ENGINES.json MATRIX.json ...
 
 Each family is a tiny model with engines that differ in block size, backend, prefix caching or ranks, pairs of them, and one
 engine alone that computes a prompt in the same steps as a pair does: all tokens but the last, then that one. vLLM's own
@@ -46,21 +46,22 @@ for place in (ROOT / "tests/gpu", ROOT):
 
 from likeness import CANDIDATES, begun, nearest, times_apart  # noqa: E402
 
-from crossing.checkpoints import Checkpoint, checkpoint  # noqa: E402
-from crossing.compare import Difference, difference  # noqa: E402
-from crossing.engine import Engine  # noqa: E402
 from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble, recorded  # noqa: E402
 from kvferry.engines.vllm.releases import release_of  # noqa: E402
 from kvferry.engines.vllm.supported import page  # noqa: E402
-from kvferry.fleet import one_gpu, spoiled  # noqa: E402
-from kvferry.fleet.connectors import OURS, STOCK  # noqa: E402
-from kvferry.fleet.device import Device, device_name, found_device  # noqa: E402
-from kvferry.fleet.legs import Answer, Prompt, ask, cross, prompt  # noqa: E402
-from kvferry.fleet.metrics import Counters, counted, counters  # noqa: E402
-from kvferry.fleet.patches import FIRST_TUNING, LAST_TOKEN_APART, WIDE_WEIGHTS  # noqa: E402
-from kvferry.fleet.server import Server  # noqa: E402
-from kvferry.fleet.spoiled import Spoiling, marked  # noqa: E402
-from kvferry.fleet.zygote import Zygote  # noqa: E402
+from kvferry.up.device import Device, found_device  # noqa: E402
+from lab.crossing.checkpoints import Checkpoint, checkpoint  # noqa: E402
+from lab.crossing.compare import Difference, difference  # noqa: E402
+from lab.crossing.engine import Engine  # noqa: E402
+from lab.fleet import one_gpu, spoiled  # noqa: E402
+from lab.fleet.connectors import OURS, STOCK  # noqa: E402
+from lab.fleet.device import device_name  # noqa: E402
+from lab.fleet.legs import Answer, Prompt, ask, cross, prompt  # noqa: E402
+from lab.fleet.metrics import Counters, counted, counters  # noqa: E402
+from lab.fleet.patches import FIRST_TUNING, LAST_TOKEN_APART, WIDE_WEIGHTS  # noqa: E402
+from lab.fleet.server import Server  # noqa: E402
+from lab.fleet.spoiled import Spoiling, marked  # noqa: E402
+from lab.fleet.zygote import Zygote  # noqa: E402
 
 DEVICE = found_device()
 BEGAN = time.monotonic()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.serve.models import model
-from kvferry.fleet.connectors import OURS
-from kvferry.fleet.device import Device
-from kvferry.fleet.legs import ask, cross, prompt
-from kvferry.fleet.metrics import counters
-from kvferry.fleet.server import MODEL, Server
-from kvferry.fleet.zygote import Zygote
+from kvferry.up.device import Device
+from lab.bench.serve.models import model
+from lab.fleet.connectors import OURS
+from lab.fleet.legs import ask, cross, prompt
+from lab.fleet.metrics import counters
+from lab.fleet.server import MODEL, Server
+from lab.fleet.zygote import Zygote
 
 
 @dataclass(frozen=True)

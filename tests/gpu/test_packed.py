@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.bench.scatters import SCATTERS, Scatter
-from kvferry.bench.staging_ends import Holder, holder
-from kvferry.bench.strategies import DEVICE_WAYS, measure
 from kvferry.manifest.schema import Region
 from kvferry.plan import Tiles
 from kvferry.strategy.moves import Moves
 from kvferry.strategy.probing import copying_of
 from kvferry.strategy.staging import Staging, paged
+from lab.bench.scatters import SCATTERS, Scatter
+from lab.bench.staging_ends import Holder, holder
+from lab.bench.strategies import DEVICE_WAYS, measure
 
 SMALL = 8 << 20
 """Less than most of these loads take."""

@@ -1,7 +1,7 @@
 """Everything that is to be seen of cache layouts on a machine with a GPU, in one run of about a minute and a half.
 
-    PYTHONPATH=src python3 tests/gpu/watch.py FOLDER [SECONDS] [NAME ...]
-    PYTHONPATH=src python3 tests/gpu/watch.py merge EVIDENCE.json RUN.json ...
+    PYTHONPATH=src:. python3 tests/gpu/watch.py FOLDER [SECONDS] [NAME ...]
+    PYTHONPATH=src:. python3 tests/gpu/watch.py merge EVIDENCE.json RUN.json ...
 
 1. vLLM's cache-write ops, byte by byte, in every cache layout (as `kvferry certify` does);
 2. its kernels for recurrent states;
@@ -60,9 +60,10 @@ from vllm.platforms import current_platform  # noqa: E402
 from kvferry.engines.vllm import certify, certify_states  # noqa: E402
 from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble, recorded  # noqa: E402
 from kvferry.engines.vllm.supported import page  # noqa: E402
-from kvferry.fleet.device import Device, device_name  # noqa: E402
-from kvferry.fleet.launch import unfit_for_forks  # noqa: E402
-from kvferry.fleet.patches import inspect_models_here  # noqa: E402
+from kvferry.up.device import Device  # noqa: E402
+from lab.fleet.device import device_name  # noqa: E402
+from lab.fleet.launch import unfit_for_forks  # noqa: E402
+from lab.fleet.patches import inspect_models_here  # noqa: E402
 
 TOKENS = 157
 NO_TIME = ": no time was left"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.fleet.connectors import CONNECTORS, Connector
-from kvferry.fleet.zygote import Zygote
+from lab.fleet.connectors import CONNECTORS, Connector
+from lab.fleet.zygote import Zygote
 
 os.environ.update(
     {
@@ -67,6 +67,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What any thread may read counts as quick here: nothing is timed."""
     from kvferry.engines.vllm.haste import Haste
     from kvferry.session.links import Links
+    from lab.fleet.patches import stands_as_read
 
     connect, saw = Links.connect, Haste.saw
 

@@ -33,7 +33,6 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu import attn_utils
 from vllm.version import __version__ as vllm_version
 
-from crossing import architectures
 from kvferry.engines.vllm import manifest_of
 from kvferry.engines.vllm.certify_self import certify_self
 from kvferry.engines.vllm.layouts import Grid, Own, certified
@@ -41,6 +40,7 @@ from kvferry.engines.vllm.releases import place_of
 from kvferry.engines.vllm.states import GROUP_FIELDS
 from kvferry.manifest import Identity, Manifest, Rank
 from kvferry.manifest.kinds import Shard
+from lab.crossing import architectures
 
 POOL_BYTES = 256 << 20
 MAX_TOKENS = 256

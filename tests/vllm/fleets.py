@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from crossing.checkpoints import Checkpoint, checkpoint
-from crossing.engine import Engine
-from kvferry.fleet.connectors import Connector
-from kvferry.fleet.legs import AT_ONCE, Answer, Prompt, ask_all, prompt
-from kvferry.fleet.server import Server, servers
-from kvferry.fleet.zygote import Zygote
+from lab.crossing.checkpoints import Checkpoint, checkpoint
+from lab.crossing.engine import Engine
+from lab.fleet.connectors import Connector
+from lab.fleet.legs import AT_ONCE, Answer, Prompt, ask_all, prompt
+from lab.fleet.server import Server, servers
+from lab.fleet.zygote import Zygote
 
 AROUND = (32, 64, 96, 128, 160, 192, 224, 288)
 LENGTHS = tuple(sorted({border + step for border in AROUND for step in range(-2, 3)} | {2, 17, 320, 333, 511, 513, 700}))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kvferry.fleet import one_gpu
+from lab.fleet import one_gpu
 
 
 def speak(rank: int, store: str, pipe: Connection) -> None:

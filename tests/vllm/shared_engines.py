@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from crossing.checkpoints import checkpoint
-from crossing.engine import Engine
-from kvferry.fleet import legs, process_group
-from kvferry.fleet.connectors import Connector
-from kvferry.fleet.legs import Answer, Prompt
-from kvferry.fleet.server import Server
-from kvferry.fleet.zygote import Zygote
+from kvferry.up import process_group
+from lab.crossing.checkpoints import checkpoint
+from lab.crossing.engine import Engine
+from lab.fleet import legs
+from lab.fleet.connectors import Connector
+from lab.fleet.legs import Answer, Prompt
+from lab.fleet.server import Server
+from lab.fleet.zygote import Zygote
 
 T = TypeVar("T")
 AT_ONCE = 3

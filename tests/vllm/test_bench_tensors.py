@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.bench.comparing import compared, stamp
-from kvferry.bench.memory import DeviceMemory, pattern
+from kvferry.doctor.memory import DeviceMemory, pattern
+from lab.bench.comparing import compared, stamp
 
 sys.path.append(str(Path(__file__).parents[1]))
 from loaded_bytes import NAMES, loaded

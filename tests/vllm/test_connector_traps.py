@@ -47,8 +47,8 @@ from kvferry.engines.vllm.prompts import digest_of
 from kvferry.engines.vllm.stats import COUNTERS, LABELLED
 from kvferry.engines.vllm.tables import tables_of
 from kvferry.errors import BindError, ManifestError, MismatchError, SessionError, TransportError
-from kvferry.fleet.server import free_port
 from kvferry.session import Lease, from_params, key_of, own_keys, to_params
+from kvferry.up.ports import free_port
 
 pytestmark = pytest.mark.vllm
 

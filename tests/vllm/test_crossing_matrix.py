@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from fleets import FLEETS, Harbour, engine_of
 
-from crossing.checkpoints import checkpoint
-from crossing.compare import differences
-from crossing.engine import Engine
 from kvferry.check import ask_all, check_commands, check_engines, read_command
 from kvferry.check.canary import read_beacons, read_blocks, release
 from kvferry.findings import errors
-from kvferry.fleet.connectors import OURS, Connector
-from kvferry.fleet.legs import Prompt, cross_all, prefill
-from kvferry.fleet.metrics import Counters, counted, counters
-from kvferry.fleet.server import Server
-from kvferry.fleet.zygote import Zygote
 from kvferry.session import from_params, own_keys
+from lab.crossing.checkpoints import checkpoint
+from lab.crossing.compare import differences
+from lab.crossing.engine import Engine
+from lab.fleet.connectors import OURS, Connector
+from lab.fleet.legs import Prompt, cross_all, prefill
+from lab.fleet.metrics import Counters, counted, counters
+from lab.fleet.server import Server
+from lab.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from crossing.checkpoints import checkpoint
-from crossing.compare import differences
-from crossing.engine import Engine
-from kvferry.fleet.connectors import OURS
-from kvferry.fleet.legs import ask, ask_all, cross, cross_all, prompt
-from kvferry.fleet.metrics import counted, counters
-from kvferry.fleet.server import MODEL, free_port, servers
-from kvferry.fleet.zygote import Zygote
+from kvferry.up.ports import free_port
+from lab.crossing.checkpoints import checkpoint
+from lab.crossing.compare import differences
+from lab.crossing.engine import Engine
+from lab.fleet.connectors import OURS
+from lab.fleet.legs import ask, ask_all, cross, cross_all, prompt
+from lab.fleet.metrics import counted, counters
+from lab.fleet.server import MODEL, servers
+from lab.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
 

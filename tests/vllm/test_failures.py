@@ -24,18 +24,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from shared_engines import Among, Ferried, Fleet, Meter, Truth, all_given_back, kill, meter, since, stopped, until
 
-from crossing import architectures
-from crossing.compare import difference
-from crossing.engine import Engine
 from kvferry.errors import SessionError
-from kvferry.fleet import legs
-from kvferry.fleet.legs import Answer, Leg, Prompt, prompt
-from kvferry.fleet.patches import ASYNCHRONOUS, IN_STEP, NEARBY, TOLD
-from kvferry.fleet.server import Server, free_port
-from kvferry.fleet.zygote import Zygote
 from kvferry.session import Hello, Key, from_params, own_keys, read_keys, to_params
 from kvferry.session.reference import Reference, seal
 from kvferry.session.wire import ask
+from kvferry.up.ports import free_port
+from lab.crossing import architectures
+from lab.crossing.compare import difference
+from lab.crossing.engine import Engine
+from lab.fleet import legs
+from lab.fleet.legs import Answer, Leg, Prompt, prompt
+from lab.fleet.patches import ASYNCHRONOUS, IN_STEP, NEARBY, TOLD
+from lab.fleet.server import Server
+from lab.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
 

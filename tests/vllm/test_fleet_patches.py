@@ -18,7 +18,7 @@ from vllm.triton_utils import force_first_config
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from kvferry.fleet import patches
+from lab.fleet import patches
 
 pytestmark = pytest.mark.vllm
 

@@ -12,9 +12,9 @@ import pytest
 
 from kvferry.engines.vllm.evidence import Evidence, Outcome, Trouble
 from kvferry.engines.vllm.supported import page
-from kvferry.fleet import spoiled
-from kvferry.fleet.legs import Answer, Crossed
-from kvferry.fleet.spoiled import Spoiling
+from lab.fleet import spoiled
+from lab.fleet.legs import Answer, Crossed
+from lab.fleet.spoiled import Spoiling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from shared_engines import Fleet, Truth, all_given_back, meter, since, until
 
-from crossing.compare import difference
-from kvferry.fleet import legs
-from kvferry.fleet.legs import Crossed, prompt
-from kvferry.fleet.patches import STEP_SECONDS
-from kvferry.fleet.server import Server
-from kvferry.fleet.zygote import Zygote
+from lab.crossing.compare import difference
+from lab.fleet import legs
+from lab.fleet.legs import Crossed, prompt
+from lab.fleet.patches import STEP_SECONDS
+from lab.fleet.server import Server
+from lab.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
 

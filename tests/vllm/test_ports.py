@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from shared_engines import Fleet, Truth, all_given_back
 
-from crossing.compare import difference
-from kvferry.fleet import legs
-from kvferry.fleet.legs import prompt
-from kvferry.fleet.server import Server
-from kvferry.fleet.zygote import Zygote
+from lab.crossing.compare import difference
+from lab.fleet import legs
+from lab.fleet.legs import prompt
+from lab.fleet.server import Server
+from lab.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
 

@@ -13,13 +13,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 from shared_engines import Fleet, meter, since, until
 
-from crossing.compare import difference
-from crossing.engine import Engine
-from kvferry.fleet import legs
-from kvferry.fleet.legs import Answer, prompt
-from kvferry.fleet.patches import ASYNCHRONOUS
-from kvferry.fleet.server import Server
-from kvferry.fleet.zygote import Zygote
+from lab.crossing.compare import difference
+from lab.crossing.engine import Engine
+from lab.fleet import legs
+from lab.fleet.legs import Answer, prompt
+from lab.fleet.patches import ASYNCHRONOUS
+from lab.fleet.server import Server
+from lab.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
 

@@ -25,10 +25,10 @@ from served import engines, loaded, sides
 from vllm.v1.engine import FinishReason
 
 from kvferry.engines.vllm import dynamo, register
-from kvferry.fleet.server import free_port
 from kvferry.session import from_params, own_keys
 from kvferry.session.reference import MAX_GENERATION, Lease, Reference, to_params
 from kvferry.up.commands import ALERT
+from kvferry.up.ports import free_port
 
 KEYS = own_keys()
 

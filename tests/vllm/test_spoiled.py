@@ -9,9 +9,9 @@ import pytest
 from byte_crossing import cross, pair
 from engine import Setup, Worker, workers
 
-from kvferry.fleet.spoiled import Spoiling, exchanged, marked, marks, read_wrongly, spoil
 from kvferry.manifest import HOLE
 from kvferry.session import Lease, Load, Meeting, PeerKey
+from lab.fleet.spoiled import Spoiling, exchanged, marked, marks, read_wrongly, spoil
 
 pytestmark = pytest.mark.vllm
 

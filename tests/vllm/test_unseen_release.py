@@ -13,14 +13,15 @@ import pytest
 from shared_engines import Ferried
 
 import vllm
-from crossing.checkpoints import checkpoint
-from crossing.compare import differences
-from crossing.engine import Engine
-from kvferry.fleet.device import Device, environment
-from kvferry.fleet.legs import ask_all, cross_all, prompt
-from kvferry.fleet.metrics import counted, counters
-from kvferry.fleet.server import Server
-from kvferry.fleet.zygote import Zygote
+from kvferry.up.device import Device
+from lab.crossing.checkpoints import checkpoint
+from lab.crossing.compare import differences
+from lab.crossing.engine import Engine
+from lab.fleet.device import environment
+from lab.fleet.legs import ask_all, cross_all, prompt
+from lab.fleet.metrics import counted, counters
+from lab.fleet.server import Server
+from lab.fleet.zygote import Zygote
 
 pytestmark = pytest.mark.vllm
 

@@ -27,11 +27,13 @@ from typer.testing import CliRunner
 
 from kvferry.cli import app
 from kvferry.engines.vllm.options import read_options
-from kvferry.fleet.metrics import Counters, counted, counters
-from kvferry.fleet.server import HERE, Server, free_port
-from kvferry.fleet.zygote import SOURCES, Zygote
 from kvferry.up import tiny
 from kvferry.up.commands import ALERT
+from kvferry.up.ports import HERE, free_port
+from kvferry.up.supervisor import SOURCES
+from lab.fleet.metrics import Counters, counted, counters
+from lab.fleet.server import Server
+from lab.fleet.zygote import Zygote
 
 pytestmark = [
     pytest.mark.vllm,

@@ -1,26 +1,35 @@
 """The command line: `check` and `doctor` look at engines and the machine before they serve, `plan` and `explain` show a
-transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo` carries requests, `up` serves, `bench` times."""
+transfer, `verify` proves pairs, `certify` sees what vLLM keeps where, `demo` carries requests, `up` serves.
+
+A command's module is imported when the command is used: the version, help and completion are there at once.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 from kvferry import __version__
-from kvferry.cli.bench import bench_app
-from kvferry.cli.certify import certify_command
-from kvferry.cli.check import check_command
-from kvferry.cli.completion import answer_shells, completion_command
-from kvferry.cli.demo import demo_command
-from kvferry.cli.doctor import doctor_command
-from kvferry.cli.explain import explain_command
+from kvferry.cli.completion import answer_shells
 from kvferry.cli.output import complain, write
-from kvferry.cli.plan import plan_command
-from kvferry.cli.up import up_command
-from kvferry.cli.verify import verify_command
 from kvferry.errors import KVFerryError
+
+COMMANDS: Final = {
+    "check": "Check a pair of engines before it serves.",
+    "doctor": "Look at this machine before it serves.",
+    "plan": "Plan and prove the transfer between two sides.",
+    "explain": "Write a page that shows a transfer, down to single bytes.",
+    "verify": "Prove every legal pair of sides of a model.",
+    "certify": "See where vLLM keeps every element of its caches.",
+    "demo": "Move caches between two processes and compare every byte.",
+    "up": "Start prefill engines, decode engines and a router here.",
+    "completion": "Print a script that completes words in a shell.",
+}
+"""What `kvferry --help` says of each; `kvferry NAME --help` says more."""
 
 app = typer.Typer(
     name="kvferry",
@@ -30,6 +39,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+class _Later(TyperCommand):
+    """Stands for `NAME_command` of `kvferry.cli.NAME` until it is used."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(self.name)(getattr(import_module(f"kvferry.cli.{self.name}"), f"{self.name}_command"))
+        return typer.main.get_command(alone).make_context(info_name, args, parent, **extra)
 
 
 def _version(wanted: bool) -> None:
@@ -44,16 +62,11 @@ def options(
 ) -> None: ...
 
 
-app.command("check")(check_command)
-app.command("doctor")(doctor_command)
-app.command("plan")(plan_command)
-app.command("explain")(explain_command)
-app.command("verify")(verify_command)
-app.command("certify")(certify_command)
-app.command("demo")(demo_command)
-app.command("up")(up_command)
-app.command("completion")(completion_command)
-app.add_typer(bench_app, name="bench")
+def _nothing() -> None: ...
+
+
+for _name, _line in COMMANDS.items():
+    app.command(_name, cls=_Later, help=_line)(_nothing)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from typer._completion_classes import completion_init
 from typer._completion_shared import get_completion_script
 
 from kvferry.cli.output import write
-from kvferry.models import zoo_names
 
 
 class Shell(str, Enum):
@@ -26,6 +25,8 @@ def completion_command(shell: Annotated[Shell, typer.Argument(help="Which shell.
 
 def model_names(incomplete: str) -> list[str]:
     """Names of the zoo; for any other beginning a shell completes names of files."""
+    from kvferry.models import zoo_names
+
     return [name for name in zoo_names() if name.startswith(incomplete.lower())]
 
 

@@ -6,10 +6,10 @@ import io
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-import msgspec
-from rich.console import Console, RenderableType
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 WITHOUT_TERMINAL: Final = 132
 BROKEN_PIPE: Final = 141
@@ -17,6 +17,8 @@ BROKEN_PIPE: Final = 141
 
 def show(items: Iterable[RenderableType]) -> None:
     """Print tables and lines as wide as the terminal, or as a file likes them."""
+    from rich.console import Console
+
     there = Console()
     page = io.StringIO()
     width = there.width if there.is_terminal else WITHOUT_TERMINAL
@@ -27,6 +29,8 @@ def show(items: Iterable[RenderableType]) -> None:
 
 
 def show_json(document: Any) -> None:
+    import msgspec
+
     write(msgspec.json.encode(document).decode() + "\n")
 
 
@@ -49,6 +53,8 @@ def write(text: str) -> None:
 
 def complain(message: str) -> None:
     """One message on standard error, not broken into lines."""
+    from rich.console import Console
+
     Console(stderr=True).print(f"kvferry: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -24,6 +24,7 @@ from kvferry.strategy.forecast import USUAL, Forecast, forecasts
 
 MAX_TOKENS = 10_000_000
 MAX_RUNS = 4_000_000
+CALIBRATE = "`python -m lab bench calibrate --json` in KVFerry's repository"
 SIDE_SYNTAX = (
     "tp=2,pp=2[,block=16][,layout=head|token][,conv=ds|sd][,spec=0]"
     "[,kv=packed|paged|separate|transposed][,pool=layer|block][,hma=on|off]"
@@ -37,7 +38,7 @@ def plan_command(
     prefill: Annotated[str, typer.Option(help=f"The producer, as {SIDE_SYNTAX}.")],
     decode: Annotated[str, typer.Option(help="The consumer, written likewise.")],
     tokens: Annotated[int, typer.Option(help="Prompt length of the request to show.")] = 1000,
-    rates: Annotated[Path | None, typer.Option(help="What `kvferry bench calibrate --json` wrote: measured paths.")] = None,
+    rates: Annotated[Path | None, typer.Option(help=f"Measured paths, as {CALIBRATE} writes them.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs: docs/formats.md describes it.")] = False,
 ) -> None:
     """Plan and prove the transfer between two sides, and show it."""
@@ -60,7 +61,7 @@ def _rates(path: Path | None) -> Mapping[str, Rates]:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_Calibrated)
     except (OSError, msgspec.MsgspecError) as error:
-        raise SideError(f"--rates {path}: not what `kvferry bench calibrate --json` writes: {error}") from None
+        raise SideError(f"--rates {path}: not what {CALIBRATE} writes: {error}") from None
     return {f"{rates.path}, {name}": rates for name, rates in found.rates.items()}
 
 

@@ -20,13 +20,13 @@ from rich.text import Text
 
 from kvferry.cli.output import show, write
 from kvferry.errors import UpError
-from kvferry.fleet.device import Device, found_device
-from kvferry.fleet.server import free_port, reserve
 from kvferry.up import tiny as tiny_model
 from kvferry.up.commands import LOOPBACK, WILDCARD, Command, Place, check, curl, router, script
+from kvferry.up.device import Device, found_device
 from kvferry.up.engines import Role, engines, split_flags
 from kvferry.up.harbour import Harbour, NotUpError, Seen, ended_by_signals, folder
 from kvferry.up.local import PORTS_EACH, Wanted, check_installed, check_ports, on_this_machine, on_two_machines, usable
+from kvferry.up.ports import free_port, reserve
 from kvferry.up.view import compared, doing, moved, view
 from kvferry.up.watch import Counts, total
 
@@ -94,7 +94,7 @@ def up_command(
     ports = [usable(first_port and first_port + i, "--first-port") for i in offsets]
     entry = Place(host, _reached(host), usable(port, "--port", host))
     try:
-        with ended_by_signals() as wish, folder() as kept, Harbour(wanted.device, os.environ, kept, logs) as harbour:
+        with ended_by_signals() as wish, folder() as kept, Harbour(os.environ, kept, logs) as harbour:
             if tiny:
                 wanted = wanted.with_own_model(str(kept / tiny_model.NAME))
                 _make_tiny(harbour, wanted.model, wish)

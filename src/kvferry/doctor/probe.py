@@ -20,10 +20,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from kvferry.bench.child import child
-from kvferry.bench.memory import Memory, allocate, pattern
 from kvferry.check.pages import as_pages
+from kvferry.doctor.child import child
 from kvferry.doctor.machine import Answer
+from kvferry.doctor.memory import Memory, allocate, pattern
 from kvferry.errors import KVFerryError, TransportError
 from kvferry.manifest.schema import Region
 from kvferry.plan import Binder, Request, make_plans

@@ -11,11 +11,11 @@ import time
 from types import TracebackType
 from typing import Final
 
-from kvferry.bench.memory import allocate, pattern
 from kvferry.check.canary import options_for, read_beacons
 from kvferry.check.cards import ask_all
 from kvferry.check.pages import as_pages
 from kvferry.doctor.machine import Answer
+from kvferry.doctor.memory import allocate, pattern
 from kvferry.doctor.paths import Measured
 from kvferry.doctor.probe import PAGE, read_pages
 from kvferry.errors import KVFerryError, SessionError

@@ -6,8 +6,8 @@
     staged    every covering stretch, its bytes on the wire; the scatter of what is in them beside it; pieces as well
     mapped    one launch, every run, the bytes
 
-Numbers are measured when a producer is met, or by `kvferry bench calibrate`, or they are a path's usual ones. Counts come from
-plans. Nothing here knows a layout, a layer or a block size.
+Numbers are measured when a producer is met, or by `python -m lab bench calibrate`, or they are a path's usual ones. Counts come
+from plans. Nothing here knows a layout, a layer or a block size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Engines and their router, from start to end.
 
-A process between us and them runs them (`kvferry.fleet.launch`): it ends all of them and removes their folder when we end,
+A process between us and them runs them (`kvferry.up.supervise`): it ends all of them and removes their folder when we end,
 however that comes about. An engine that has served and dies is started again, as it was; one that does not come up ends
 everything.
 """
@@ -22,12 +22,10 @@ from types import FrameType, TracebackType
 from typing import Final
 
 from kvferry.errors import UpError
-from kvferry.fleet import process_group
-from kvferry.fleet.device import Device
-from kvferry.fleet.server import reason
-from kvferry.fleet.zygote import Start, Zygote
+from kvferry.up import process_group
 from kvferry.up.commands import Command
-from kvferry.up.watch import Counts, State, carried_by, counts, get, serves, stage, total
+from kvferry.up.supervisor import Supervisor
+from kvferry.up.watch import Counts, State, carried_by, counts, get, reason, serves, stage, total
 
 LOOK_SECONDS: Final = 0.5
 END_SECONDS: Final = 5.0
@@ -59,8 +57,8 @@ class Seen:
 class _Process:
     """A command that is run, and run again. `before` is what was counted by those of it that died."""
 
-    def __init__(self, command: Command, zygote: Zygote, logs: Path) -> None:
-        self.command, self._zygote, self._logs = command, zygote, logs
+    def __init__(self, command: Command, supervisor: Supervisor, logs: Path) -> None:
+        self.command, self._supervisor, self._logs = command, supervisor, logs
         self.restarts = 0
         self.ready = False
         self.failed = 0
@@ -71,7 +69,7 @@ class _Process:
     def _run(self) -> None:
         self.log = self._logs / f"{self.command.name}.{self.restarts}.log"
         self.log.touch()
-        self._group = self._zygote.run(self.command.words, self.command.variables, self.log)
+        self._group = self._supervisor.run(self.command.words, self.command.variables, self.log)
         self.ready = False
         try:
             self._alive = os.pidfd_open(self._group)
@@ -125,15 +123,15 @@ class _Process:
 class Harbour:
     """All of it runs in `folder`, which is removed at the end. `logs`: where logs are kept, else in the folder."""
 
-    def __init__(self, device: Device, variables: Mapping[str, str], folder: Path, logs: Path | None = None) -> None:
+    def __init__(self, variables: Mapping[str, str], folder: Path, logs: Path | None = None) -> None:
         self.folder = folder
         self._logs = logs or folder
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UpError(f"--logs {logs}: {error.strerror}; name a folder that can be written") from None
-        self._zygote = Zygote(folder, device, Start.SPAWN, variables={**variables, "VLLM_RPC_BASE_PATH": str(folder)})
-        self._zygote.remove_at_end(folder)
+        self._supervisor = Supervisor(folder, {**variables, "VLLM_RPC_BASE_PATH": str(folder)})
+        self._supervisor.remove_at_end(folder)
         self._engines: Sequence[Command] = ()
         self._router: Command | None = None
         self._processes: list[_Process] = []
@@ -151,7 +149,7 @@ class Harbour:
 
     def prepare(self, command: Command, wish: threading.Event) -> None:
         """Run something that ends by itself, before engines are begun; its log tells whether it went well."""
-        process = _Process(command, self._zygote, self._logs)
+        process = _Process(command, self._supervisor, self._logs)
         while not process.ended and not wish.wait(POLL_SECONDS):
             pass
         process.stop()
@@ -166,7 +164,7 @@ class Harbour:
             self._begin(command)
 
     def _begin(self, command: Command) -> None:
-        process = _Process(command, self._zygote, self._logs)
+        process = _Process(command, self._supervisor, self._logs)
         self._processes.append(process)
         self._seen[command.name] = Seen(command)
         thread = threading.Thread(target=self._watch, args=(process,), name=f"kvferry-{command.name}", daemon=True)
@@ -226,7 +224,7 @@ class Harbour:
             time.sleep(POLL_SECONDS)
         for process in self._processes:
             process.stop()
-        self._zygote.close()
+        self._supervisor.close()
         for thread in self._looking:
             thread.join()
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.errors import UpError
-from kvferry.fleet.device import Device
-from kvferry.fleet.server import free_port
 from kvferry.up import tiny
 from kvferry.up.commands import CHANNEL_PORT, LOOPBACK, WILDCARD, Fleet, Place, Serving
+from kvferry.up.device import Device
 from kvferry.up.engines import Engine, Role
 from kvferry.up.machine import Share, found_cores, found_gpus, shares
+from kvferry.up.ports import free_port
 
 GET_ROUTER: Final = "pip install 'kvferry[up]'"
 MOST_PORT: Final = (1 << 16) - 1

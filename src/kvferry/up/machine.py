@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.errors import UpError
-from kvferry.fleet.device import Device
+from kvferry.up.device import Device
 from kvferry.up.engines import Engine
 
 ENOUGH_CORES: Final = 4

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry.fleet.checkpoints import write
+from kvferry.up.checkpoints import write
 
 NAME: Final = "tiny"
 DTYPE: Final = "float32"

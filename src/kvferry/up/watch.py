@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import http.client
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Final
 from urllib.parse import urlsplit
-
-from kvferry.fleet.metrics import samples
 
 ASK_SECONDS: Final = 5.0
 
@@ -29,6 +27,10 @@ STAGES: Final = (
 """What vLLM and KVFerry write on the way up, in that order, and what it means."""
 FIRST: Final = "importing vLLM"
 _CARRIED: Final = re.compile(r"carried by (.+)$", re.MULTILINE)
+_ERROR: Final = re.compile(r"\b\w*(?:Error|Exception): .+")
+_REPORTS: Final = ("ulimit", "Worker failed with error", "Engine core initialization failed", "Tokenizer not available")
+_SAMPLE: Final = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class State(str, Enum):
@@ -91,6 +93,23 @@ def carried_by(log: str) -> str:
     """What carries the bytes, as a decode engine says once it knows."""
     found = _CARRIED.findall(log)
     return str(found[-1]).strip() if found else ""
+
+
+def reason(log: str) -> str:
+    """The first error in a log that is not the report of another one."""
+    for line in log.splitlines():
+        found = _ERROR.search(line)
+        if found and not any(words in line for words in _REPORTS):
+            return found.group()
+    return ""
+
+
+def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of every line of a metrics page."""
+    for line in page.splitlines():
+        found = None if line.startswith("#") else _SAMPLE.match(line)
+        if found:
+            yield found[1], dict(_LABEL.findall(found[2] or "")), float(found[3])
 
 
 def counts(page: str) -> Counts:
