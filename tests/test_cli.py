@@ -4,19 +4,55 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli import app, verify
+import kvferry as kvferry_package
+from kvferry.cli import COMMANDS, app, verify
 from kvferry.errors import ProofError, ScatteredError
 from kvferry.models import zoo_names
 
 
 def kvferry(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "kvferry", *words], capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("word", ["--version", "--help"])
+def test_what_needs_no_command_imports_none(word):
+    program = f"import sys; from kvferry.cli import app; app(['{word}'], standalone_mode=False); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "kvferry.cli" in loaded
+    assert loaded & {"numpy", "zmq", "msgspec", "rich", "kvferry.manifest", "kvferry.cli.check"} == set()
+
+
+def test_shells_are_told_commands_without_importing_them():
+    words = {"_KVFERRY_COMPLETE": "complete_bash", "COMP_WORDS": "kvferry ", "COMP_CWORD": "1"}
+    program = "import atexit, sys; from kvferry.cli import main; atexit.register(lambda: print(*sys.modules)); main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **words}, capture_output=True, text=True, timeout=300
+    )
+    *offered, loaded = done.stdout.splitlines()
+    assert [word for line in offered for word in line.split()] == list(COMMANDS)
+    assert set(loaded.split()) & {"numpy", "zmq", "msgspec"} == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_what_it_does_on_one_line(name):
+    shown = CliRunner().invoke(app, ["--help"], catch_exceptions=False).stdout
+    assert re.search(rf"^  {name} +{re.escape(COMMANDS[name])}$", shown, re.MULTILINE)
+    assert f"Usage: kvferry {name} [OPTIONS]" in CliRunner().invoke(app, [name, "--help"], catch_exceptions=False).stdout
+
+
+def test_every_public_name_is_there_and_no_other():
+    for name in kvferry_package.__all__:
+        assert getattr(kvferry_package, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'BenchError'"):
+        _ = kvferry_package.BenchError
 
 
 def plan(*words: str) -> dict:

@@ -78,6 +78,14 @@ def test_the_wheel_says_its_version_extras_and_entry_points(dist: Path):
     assert dict(entries["vllm.general_plugins"]) == {"kvferry": "kvferry.engines.vllm:register"}
 
 
+def test_what_is_installed_has_nothing_of_the_laboratory(dist: Path):
+    (wheel,), (archive,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    with tarfile.open(archive) as inside:
+        names = [*zipfile.ZipFile(wheel).namelist(), *(name.partition("/")[2] for name in inside.getnames())]
+    assert [name for name in names if {"lab", "bench", "crossing"} & set(Path(name).parts)] == []
+    assert [name for name in names if Path(name).stem in ("spoiled", "patches")] == []
+
+
 def test_the_sdist_has_what_the_wheel_is_made_of(dist: Path):
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as inside:
@@ -95,6 +103,12 @@ def test_what_is_installed_runs_from_anywhere(installed: Path, tmp_path: Path):
     assert "lfm2" in run(installed / "kvferry", "plan", *sides, cwd=tmp_path)
     run(installed / "kvferry", "explain", *sides, "--out", page, cwd=tmp_path)
     assert page.stat().st_size > 10_000
+
+
+def test_an_installed_command_line_has_no_bench(installed: Path, tmp_path: Path):
+    assert "bench" not in run(installed / "kvferry", "--help", cwd=tmp_path)
+    done = subprocess.run([installed / "kvferry", "bench"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, "No such command 'bench'" in done.stderr) == (2, True)
 
 
 def test_the_changelog_knows_the_version_or_what_comes():

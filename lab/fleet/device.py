@@ -1,4 +1,4 @@
-"""The environment that vLLM must find there before it is imported."""
+"""The environment that an engine must find before vLLM is imported in it."""
 
 from __future__ import annotations
 
