@@ -1,7 +1,7 @@
 """Requests between real engines of every family on one GPU: text, log-probabilities, tokens and bytes.
 
-    PYTHONPATH=src:. python3 tests/gpu/matrix.py FOLDER [SECONDS] [EVIDENCE.json] [NAME ...]
-    PYTHONPATH=src:. python3 tests/gpu/matrix.py merge ENGINES.json MATRIX.json ...
+    PYTHONPATH=src python3 tests/gpu/matrix.py FOLDER [SECONDS] [EVIDENCE.json] [NAME ...]
+    PYTHONPATH=src python3 tests/gpu/matrix.py merge ENGINES.json MATRIX.json ...
 
 Each family is a tiny model with engines that differ in block size, backend, prefix caching or ranks, pairs of them, and one
 engine alone that computes a prompt in the same steps as a pair does: all tokens but the last, then that one. vLLM's own

@@ -1,7 +1,7 @@
 """Everything that is to be seen of cache layouts on a machine with a GPU, in one run of about a minute and a half.
 
-    PYTHONPATH=src:. python3 tests/gpu/watch.py FOLDER [SECONDS] [NAME ...]
-    PYTHONPATH=src:. python3 tests/gpu/watch.py merge EVIDENCE.json RUN.json ...
+    PYTHONPATH=src python3 tests/gpu/watch.py FOLDER [SECONDS] [NAME ...]
+    PYTHONPATH=src python3 tests/gpu/watch.py merge EVIDENCE.json RUN.json ...
 
 1. vLLM's cache-write ops, byte by byte, in every cache layout (as `kvferry certify` does);
 2. its kernels for recurrent states;
