@@ -67,7 +67,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What any thread may read counts as quick here: nothing is timed."""
     from kvferry.engines.vllm.haste import Haste
     from kvferry.session.links import Links
-    from lab.fleet.patches import stands_as_read
 
     connect, saw = Links.connect, Haste.saw
 
