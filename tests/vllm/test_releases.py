@@ -105,8 +105,8 @@ def test_a_spec_is_as_its_backend_wants_it_where_vllm_asks_backends(pretend: Cal
 def test_a_release_that_no_run_has_seen_says_what_is_off(pretend: Callable[..., None]) -> None:
     pretend("vllm.version", __version__="0.99.1")
     assert str(this_release()) == (
-        "vLLM 0.99.1 was not seen by any recorded run (seen: 0.32): off are loads in the step that computes them and prefix "
-        "hits that attention has and recurrent states have not"
+        "vLLM 0.99.1 was not seen by any recorded run (seen: 0.32, 0.33): off are loads in the step that computes them and "
+        "prefix hits that attention has and recurrent states have not"
     )
 
 

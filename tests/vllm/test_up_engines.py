@@ -342,8 +342,8 @@ def understood(arguments: str) -> bool:
             assert args.kv_transfer_config.kv_connector == "KVFerryConnector"
             read_options(args.kv_transfer_config.kv_connector_extra_config)
             ports[args.kv_transfer_config.kv_role].append(args.port)
-        elif words[0] == "vllm-router":
-            routers.append(parse_router_args(words[1:]))
+        elif "--vllm-pd-disaggregation" in words:
+            routers.append(parse_router_args(words[words.index("--vllm-pd-disaggregation") :]))
     (over,) = routers
     over._validate_router_args()
     told = [url for url, _ in over.prefill_urls], over.decode_urls
