@@ -64,6 +64,14 @@ def listener() -> Iterator[Listener]:
     made.close()
 
 
+def test_a_line_says_that_its_file_is_kvferrys(listener, caplog):
+    caplog.set_level(logging.INFO)
+    listener.welcome(welcome("p", "p1"))
+    ask(f"127.0.0.1:{listener.port}", Hello("d", "d1"), KEYS, 20.0)
+    until(lambda: "asks for the manifests" in caplog.text, "a line")
+    assert {record.filename for record in caplog.records} == {"kvferry/listener.py"}
+
+
 def test_a_consumers_name_stays_within_its_line(listener, caplog):
     caplog.set_level(logging.INFO)
     listener.welcome(welcome("p", "p1"))

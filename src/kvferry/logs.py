@@ -1,4 +1,4 @@
-"""KVFerry's log: no record of it begins a line of its own, whoever's names are in it.
+"""KVFerry's log: its records are told from others by their file, and none begins a line of its own, whoever's names are in it.
 
 Peers, routers and clients choose names that end up in messages. Here, where all records pass, what is not printable is escaped,
 and a line that we broke ourselves goes on indented.
@@ -12,12 +12,14 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from kvferry.errors import printable
 
 LOGGERS: Final = ("kvferry.session", "kvferry.strategy", "kvferry.transport", "kvferry.vllm")
 
+_PACKAGE: Final = str(Path(__file__).parent)
 
 BURST_S: Final = 10.0
 LINES: Final = 5
@@ -32,6 +34,8 @@ def indented(text: str) -> str:
 
 class _Guard(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.pathname.startswith(_PACKAGE):
+            record.filename = f"kvferry/{record.filename}"
         record.msg, record.args = indented(record.getMessage()), None
         if record.exc_info and not record.exc_text:
             record.exc_text = indented("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
