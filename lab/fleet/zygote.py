@@ -1,4 +1,4 @@
-"""A process that has imported vLLM and forks servers, for whoever asks for them."""
+"""A process that has imported vLLM and forks servers on request."""
 
 from __future__ import annotations
 

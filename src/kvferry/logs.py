@@ -1,4 +1,4 @@
-"""KVFerry's log: its records are told from others by their file, and none begins a line of its own, whoever's names are in it.
+"""KVFerry's log: its records are told from others by their file, and no name in a message can begin a line of its own.
 
 Peers, routers and clients choose names that end up in messages. Here, where all records pass, what is not printable is escaped,
 and a line that we broke ourselves goes on indented.
@@ -9,6 +9,7 @@ One cause can fail many requests. `Bursts` writes the first lines of a burst, an
 from __future__ import annotations
 
 import logging
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from kvferry.errors import printable
 
 LOGGERS: Final = ("kvferry.session", "kvferry.strategy", "kvferry.transport", "kvferry.vllm")
 
-_PACKAGE: Final = str(Path(__file__).parent)
+_PACKAGE: Final = f"{Path(__file__).parent}{os.sep}"
 
 BURST_S: Final = 10.0
 LINES: Final = 5

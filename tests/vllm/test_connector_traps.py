@@ -1139,6 +1139,19 @@ class TestFills:
                     assert not held.isnan().any()
 
 
+WRONG_OPTIONS = pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((("lease", 3),), r"no option 'lease': did you mean lease_s\?"),
+        ((("zzz", 3),), r"no option 'zzz': there are listen, "),
+        ((("lease_s", 0),), r"lease_s"),
+        ((("listen", "0.0.0.0:0"),), r"needs a key: set key_file"),
+        ((("peers", ("nowhere",)),), r"'nowhere' is not an address"),
+    ],
+    ids=lambda o: o[0][0] if isinstance(o, tuple) else "",
+)
+
+
 class TestNames:
     def test_the_class_has_the_name_that_users_write(self) -> None:
         assert KVFerryConnector.__name__ == "KVFerryConnector"
@@ -1222,17 +1235,15 @@ class TestNames:
         fields = {field.name for field in dataclasses.fields(KVTransferConfig)}
         assert fields == served | refused | {"kv_load_failure_policy"}
 
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            ((("lease", 3),), r"no option 'lease': did you mean lease_s\?"),
-            ((("zzz", 3),), r"no option 'zzz': there are listen, "),
-            ((("lease_s", 0),), r"lease_s"),
-            ((("listen", "0.0.0.0:0"),), r"needs a key: set key_file"),
-            ((("peers", ("nowhere",)),), r"'nowhere' is not an address"),
-        ],
-        ids=lambda o: o[0][0] if isinstance(o, tuple) else "",
-    )
+    @WRONG_OPTIONS
+    def test_wrong_options_are_named_before_any_process_of_an_engine_with_graphs_starts(
+        self, options: tuple[tuple[str, Any], ...], said: str
+    ) -> None:
+        with pytest.raises(SessionError, match=said):
+            KVFerryConnector.requires_piecewise_for_cudagraph(dict(options))
+        assert not KVFerryConnector.requires_piecewise_for_cudagraph({"lease_s": 3})
+
+    @WRONG_OPTIONS
     def test_wrong_options_are_named_at_the_start(self, options: tuple[tuple[str, Any], ...], said: str) -> None:
         worker = workers(Setup("llama", engine="P", options=options), "P")[0]
         with as_rank(worker.setup, worker.vllm_config), pytest.raises(SessionError, match=said):

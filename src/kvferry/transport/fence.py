@@ -74,11 +74,12 @@ def fence(address: str, ports: str, said: Mapping[str, str], each: int = 1) -> F
     device = "lo" if loopback else interface_of(address)
     if device:
         settings = {DEVICES: device, **settings}
-    where, taken = settings.get(DEVICES, "all").replace("all", "all interfaces"), each if settings[RANGE] != "0" else 0
+    named = settings.get(DEVICES, "all")
+    where, taken = "all interfaces" if named == "all" else named, each if settings[RANGE] != "0" else 0
     if loopback:
         words = (
-            f"UCX listens on TCP ports {settings[RANGE]} of {where}, since {TLS}={said[TLS]} lets TCP in: "
-            f"without that setting none is open"
+            f"UCX listens on TCP ports {settings[RANGE]} of {where}, since {TLS}={said[TLS]} lets TCP in: programs of this "
+            f"machine reach them. Unset {TLS}, and none is open: on one machine KVFerry needs no TCP"
         )
         return Fence(False, words, settings, taken)
     words = (

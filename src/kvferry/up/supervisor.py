@@ -1,4 +1,4 @@
-"""The process that runs programs (`kvferry.up.supervise`), for whoever gives it orders."""
+"""The process that runs programs (`kvferry.up.supervise`), as the process that gives it orders sees it."""
 
 from __future__ import annotations
 

@@ -78,6 +78,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return super().requires_kv_delivery or self.scheduler.can_undo
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """CUDA graphs may hold whole steps. vLLM asks before it starts an engine's processes: wrong options end it here."""
+        read_options(extra_config)
+        return False
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Block-outermost on CUDA: all layers of a block are one run. Elsewhere backends restrict it, and head-major makes a
         rank's heads of a layer one run; latents have no heads."""
